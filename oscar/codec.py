@@ -1,0 +1,211 @@
+"""The 2-bit row format of OSCAR, defined once.
+
+A row is one token's K (or V) of one KV head after its transform, `head_dim` numbers. With head_dim = 128 and one group:
+
+    byte   0                          31 32      33 34    35
+           +----------------------------+----------+--------+
+           | codes: head_dim / 4 bytes  | centre   | step   |   36 bytes = 2.25 bits per element
+           +----------------------------+----------+--------+
+
+Codes: byte b holds channels b, b + q, b + 2q, b + 3q (q = head_dim / 4) in bits 0-1, 2-3, 4-5, 6-7, so that one load, three
+shifts and a mask give four runs of neighbouring channels. Metadata: one (centre, step) pair of little-endian 16-bit floats a
+group, groups in order. A group is `group_size` neighbouring channels.
+
+    encode   tau    = the floor(clip_ratio * head_dim)-th smallest |x| of the whole row (0-based, at most the largest)
+             x      = min(max(x, -tau), tau)
+             centre = 16-bit((max + min) * 0.5)                  over the group
+             step   = 16-bit((max - min) * float32(1/3))         zero, or at least the smallest normal number
+             code   = #{i : x > centre + threshold[i] * step}    the nearest level under the metadata as stored
+    decode   x_hat  = centre + level[code] * step                in float32
+
+Levels are (-1.5, -0.5, 0.5, 1.5) unless an artifact brings a table of multiples of 1/256 in (-4, 4); thresholds are the
+midpoints. All arithmetic is float32. A step has at most 11 significant bits, a level or threshold at most 12, so `level * step`
+and `threshold * step` are exact, a fused multiply-add gives the same bits as two operations, and every backend can give the
+same bytes.
+
+Special values: a constant row decodes to its 16-bit rounding; values beyond the metadata's range saturate at its largest finite
+number; NaN counts as 0 and +-inf as the largest finite number, so one bad row stays finite and touches no other row.
+
+Source: arXiv 2605.17757 for clip quantile and end-point grid; (centre, step) instead of (scale, zero) is ours because a
+real-valued zero near 1.5 loses bits in 16-bit storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FORMAT_VERSION = 1
+BITS = 2
+CODES_PER_BYTE = 4
+META_BYTES = 4
+"""Bytes of one (centre, step) pair."""
+UNIFORM_LEVELS = (-1.5, -0.5, 0.5, 1.5)
+META_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_ONE_THIRD = 0.3333333432674408  # float32(1/3)
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Geometry of one row.
+
+    Args:
+        head_dim: elements in a row; a multiple of 4.
+        group_size: elements that share a centre and a step; a multiple of 4 that divides head_dim. None: the whole row.
+        meta_dtype: "float16" or "bfloat16", type of centre and step.
+    Raises:
+        ValueError: head_dim or group_size does not fit, or meta_dtype is unknown.
+    """
+
+    head_dim: int
+    group_size: int | None = None
+    meta_dtype: str = "float16"
+
+    def __post_init__(self):
+        if self.group_size is None:
+            object.__setattr__(self, "group_size", self.head_dim)
+        if self.head_dim <= 0 or self.head_dim % CODES_PER_BYTE:
+            raise ValueError(f"RowFormat: head_dim must be a positive multiple of 4, got head_dim={self.head_dim}")
+        if self.group_size <= 0 or self.group_size % CODES_PER_BYTE or self.head_dim % self.group_size:
+            raise ValueError(
+                "RowFormat: group_size must divide head_dim and be a multiple of 4, "
+                f"got group_size={self.group_size}, head_dim={self.head_dim}"
+            )
+        if self.meta_dtype not in META_DTYPES:
+            raise ValueError(f"RowFormat: meta_dtype must be one of {sorted(META_DTYPES)}, got {self.meta_dtype!r}")
+
+    @property
+    def num_groups(self) -> int:
+        return self.head_dim // self.group_size
+
+    @property
+    def code_bytes(self) -> int:
+        return self.head_dim // CODES_PER_BYTE
+
+    @property
+    def row_bytes(self) -> int:
+        return self.code_bytes + self.num_groups * META_BYTES
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8 * self.row_bytes / self.head_dim
+
+
+@dataclass(frozen=True)
+class LosslessFormat:
+    """Debug format: a row is its head_dim float32 numbers. Tells faults of the path from loss of quantization."""
+
+    head_dim: int
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.head_dim
+
+    @property
+    def bits_per_element(self) -> float:
+        return 32.0
+
+
+def thresholds(levels: Tensor) -> Tensor:
+    """Decision points between neighbouring levels. [..., 4] float32 -> [..., 3] float32, exact midpoints."""
+    return (levels[..., 1:] + levels[..., :-1]) * 0.5
+
+
+def clip_index(clip_ratio: Tensor, head_dim: int) -> Tensor:
+    """0-based rank of the clip threshold among the row's |x|. [...] float32 in (0, 1] -> [...] int64."""
+    return (clip_ratio.double() * head_dim).floor().long().clamp_(max=head_dim - 1)
+
+
+def clip(x: Tensor, clip_ratio: Tensor) -> Tensor:
+    """Clip each row at a quantile of its own |x|, chosen exactly (by order statistic, not bisection).
+
+    Args:
+        x: [..., num_kv_heads, head_dim] float32.
+        clip_ratio: [num_kv_heads] float32 in (0, 1]; 1 keeps everything.
+    Returns:
+        [..., num_kv_heads, head_dim] float32.
+    Source: METHOD 1.5 step 1.
+    """
+    index = clip_index(clip_ratio, x.shape[-1]).to(x.device)
+    ordered = x.abs().sort(dim=-1).values
+    tau = ordered.gather(-1, index.view(-1, 1).expand(*x.shape[:-1], 1))
+    return torch.minimum(torch.maximum(x, -tau), tau)
+
+
+def encode(x: Tensor, fmt: RowFormat | LosslessFormat, clip_ratio: Tensor, levels: Tensor | None = None) -> Tensor:
+    """Encode rows as two-bit codes followed by one (centre, step) pair a group.
+
+    Args:
+        x: [..., num_kv_heads, head_dim] float32, bfloat16 or float16, already transformed.
+        fmt: geometry of the row.
+        clip_ratio: [num_kv_heads] float32, quantile of |x| kept unclipped, in (0, 1].
+        levels: [num_kv_heads, 4] float32 ascending multiples of 1/256 in (-4, 4), in units of step; None: the uniform grid.
+    Returns:
+        [..., num_kv_heads, row_bytes] uint8, the row drawn at the top of this module.
+    Raises:
+        ValueError: the last dimension is not head_dim.
+    Source: arXiv 2605.17757; see the module's docstring for the exact order of operations.
+    """
+    if x.shape[-1] != fmt.head_dim:
+        raise ValueError(f"encode: last dimension must be head_dim={fmt.head_dim}, got shape {tuple(x.shape)}")
+    if isinstance(fmt, LosslessFormat):
+        return x.float().contiguous().view(torch.uint8)
+    meta_dtype = META_DTYPES[fmt.meta_dtype]
+    info = torch.finfo(meta_dtype)
+    x = clip(torch.nan_to_num(x.float(), nan=0.0, posinf=info.max, neginf=-info.max), clip_ratio)
+
+    groups = x.unflatten(-1, (fmt.num_groups, fmt.group_size))
+    low, high = groups.amin(-1), groups.amax(-1)
+    centre = ((high + low) * 0.5).clamp(-info.max, info.max).to(meta_dtype)
+    step = ((high - low) * _ONE_THIRD).clamp(max=info.max)
+    step = torch.where(step < info.tiny, torch.where(step < 0.5 * info.tiny, 0.0, info.tiny), step).to(meta_dtype)
+
+    if levels is None:
+        levels = x.new_tensor(UNIFORM_LEVELS).expand(x.shape[-2], 4)
+    cut = thresholds(levels.float()).to(x.device)
+    bound = centre.float().unsqueeze(-1) + cut.unsqueeze(-2) * step.float().unsqueeze(-1)
+    code = (groups.unsqueeze(-1) > bound.unsqueeze(-2)).sum(-1, dtype=torch.uint8).flatten(-2)
+
+    quarter = code.unflatten(-1, (CODES_PER_BYTE, fmt.code_bytes))
+    packed = quarter[..., 0, :] | quarter[..., 1, :] << 2 | quarter[..., 2, :] << 4 | quarter[..., 3, :] << 6
+    meta = torch.stack((centre, step), dim=-1).flatten(-2).contiguous().view(torch.uint8)
+    return torch.cat((packed, meta), dim=-1)
+
+
+def unpack(rows: Tensor, fmt: RowFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """Split rows into codes, centres and steps.
+
+    Args:
+        rows: [..., row_bytes] uint8.
+        fmt: geometry of the row.
+    Returns:
+        code [..., head_dim] uint8 in 0..3, centre [..., num_groups] float32, step [..., num_groups] float32.
+    """
+    packed, meta = rows.split((fmt.code_bytes, fmt.num_groups * META_BYTES), dim=-1)
+    code = torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    meta = meta.contiguous().view(META_DTYPES[fmt.meta_dtype]).float().unflatten(-1, (fmt.num_groups, 2))
+    return code, meta[..., 0], meta[..., 1]
+
+
+def decode(rows: Tensor, fmt: RowFormat | LosslessFormat, levels: Tensor | None = None) -> Tensor:
+    """Decode rows to float32.
+
+    Args:
+        rows: [..., num_kv_heads, row_bytes] uint8 as `encode` returns them.
+        fmt: geometry of the row.
+        levels: [num_kv_heads, 4] float32, the table given to `encode`; None for the uniform grid.
+    Returns:
+        [..., num_kv_heads, head_dim] float32.
+    """
+    if isinstance(fmt, LosslessFormat):
+        return rows.contiguous().view(torch.float32)
+    code, centre, step = unpack(rows, fmt)
+    if levels is None:
+        level = code.float() - 1.5
+    else:
+        table = levels.float().to(rows.device).expand(*code.shape[:-1], 4)
+        level = table.gather(-1, code.long())
+    grouped = level.unflatten(-1, (fmt.num_groups, fmt.group_size))
+    return (centre.unsqueeze(-1) + grouped * step.unsqueeze(-1)).flatten(-2)
