@@ -1,0 +1,33 @@
+"""Write new tokens: transform, clip, encode, and the copies kept in 16 bits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from oscar_kernel.layer import LayerCache, LayerCodec
+
+
+def store_kv(
+    k: Tensor, v: Tensor, loc: Tensor, window_rows: Tensor, cache: LayerCache, codec: LayerCodec
+) -> tuple[Tensor, Tensor]:
+    """Write one layer's keys and values of new tokens, in place.
+
+    Every token gets its 2-bit row; those in a window also get a row in window_dtype. The codes are those of the row as the
+    window keeps it, so re-encoding a window row gives its 2-bit row byte for byte.
+
+    Args:
+        k: [num_tokens, num_kv_heads, head_dim], after RoPE, any float type.
+        v: [num_tokens, num_kv_heads, v_head_dim].
+        loc: [num_tokens] int64, slots to write.
+        window_rows: [num_tokens] int64, rows of the windows to write; num_rows (the last) for none.
+        cache: storage, written in place.
+        codec: the layer's codec.
+    Returns:
+        k', v': the transformed rows in window_dtype, for attention among the new tokens.
+    """
+    k, v = codec.transform_k(k), codec.transform_v(v)
+    cache.k_buffer[loc] = codec.encode_k(k)
+    cache.v_buffer[loc] = codec.encode_v(v)
+    cache.k_window[window_rows] = k
+    cache.v_window[window_rows] = v
+    return k, v
