@@ -180,7 +180,7 @@ def save(artifact: Artifact, path: str | Path) -> None:
     """
     path = Path(path)
     tensors = {
-        f"layers.{layer_id}.{name}": tensor.detach().to("cpu", torch.float32).contiguous()
+        f"layers.{layer_id}.{name}": tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
         for layer_id, layer in artifact.layers.items()
         for name, tensor in vars(layer).items()
         if tensor is not None
