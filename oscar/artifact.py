@@ -116,7 +116,7 @@ class ModelIdentity:
 
 # Fields of config.json that change between exports of the same model and never change what attention computes.
 _NOT_IDENTITY = frozenset(
-    "_name_or_path transformers_version torch_dtype dtype use_cache architectures bos_token_id eos_token_id pad_token_id".split()
+    "_name_or_path transformers_version torch_dtype dtype use_cache architectures bos_token_id eos_token_id pad_token_id".split()  # fmt: skip
 )
 
 

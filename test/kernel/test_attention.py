@@ -224,7 +224,11 @@ def test_a_poisoned_row_stays_its_own():
 
 def test_states_merge_to_the_whole():
     g = torch.Generator().manual_seed(7)
-    q, k, v = torch.randn(1, 2, 3, 16, generator=g), torch.randn(1, 50, 2, 16, generator=g), torch.randn(1, 50, 2, 8, generator=g)
+    q, k, v = (
+        torch.randn(1, 2, 3, 16, generator=g),
+        torch.randn(1, 50, 2, 16, generator=g),
+        torch.randn(1, 50, 2, 8, generator=g),
+    )
     mask = torch.rand(1, 1, 3, 50, generator=g) > 0.3
     mask[..., 2, :] = False  # a query that sees nothing
     whole, lse = attend(q, k, v, mask, 0.3)

@@ -81,7 +81,8 @@ def test_truncation_is_found(saved, keep):
 
 
 @pytest.mark.parametrize(
-    "old, new", [('"method":"identity"', '"method":"hadamard"'), ('"seed":0', '"seed":1'), ('"group_size":64', '"group_size":32')]
+    "old, new",
+    [('"method":"identity"', '"method":"hadamard"'), ('"seed":0', '"seed":1'), ('"group_size":64', '"group_size":32')],
 )
 def test_an_edited_header_is_found(saved, old, new):
     data = saved.read_bytes()

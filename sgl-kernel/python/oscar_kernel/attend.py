@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sm_scale: float, logit_cap: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sm_scale: float, logit_cap: float = 0.0) -> tuple[Tensor, Tensor]:
     """Softmax attention over a part of the keys.
 
     Args:
