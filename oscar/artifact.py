@@ -115,9 +115,8 @@ class ModelIdentity:
 
 
 # Fields of config.json that change between exports of the same model and never change what attention computes.
-_NOT_IDENTITY = frozenset(
-    "_name_or_path transformers_version torch_dtype dtype use_cache architectures bos_token_id eos_token_id pad_token_id".split()  # fmt: skip
-)
+_NOT_IDENTITY = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+_NOT_IDENTITY |= {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 @dataclass
