@@ -1,0 +1,163 @@
+"""The functions that run inside SGLang. What they attach to, and why, is listed in `upstream.py`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from sglang.srt.oscar.pool import OscarTokenToKVPool, pool_class
+from sglang.srt.oscar.runtime import get_runtime
+from sglang.srt.runtime_context import get_parallel, get_schedule
+
+logger = logging.getLogger(__name__)
+
+WINDOW_SHARE = 0.02
+"""Part of the KV budget that the windows may take before fewer requests run at once: it costs 2 % of the tokens."""
+MIN_REQUESTS = 64
+MAX_WINDOW_SHARE = 0.10
+"""At least MIN_REQUESTS run at once, unless their windows would take more than this part of the budget."""
+
+_requests_with_windows: int | None = None
+"""What `profile_available_bytes` reserved windows for, kept for `resolve_max_num_reqs`: SGLang's configurator has no room."""
+
+
+def resolve_kv_pool_class(original, self, *, kind, default):
+    """AROUND KVCacheConfigurator._resolve_kv_pool_class: our pool for plain multi-head attention."""
+    runtime = get_runtime(self.server_args)
+    if runtime is None or kind != "mha" or self.is_draft_worker:
+        return original(self, kind=kind, default=default)
+    return pool_class(runtime)
+
+
+def compute_cell_size(original, self, kvc, num_layers):
+    """AROUND DefaultPoolConfigurator._compute_cell_size: bytes of a token on this rank."""
+    runtime = get_runtime(kvc.server_args)
+    if runtime is None or kvc.is_draft_worker:
+        return original(self, kvc, num_layers)
+    return runtime.bytes_per_token(num_layers, _kv_heads(kvc))
+
+
+def profile_available_bytes(result, self, *args, **kwargs):
+    """AFTER KVCacheConfigurator._profile_available_bytes: take the windows out of the budget."""
+    runtime = get_runtime(self.server_args)
+    if runtime is None or self.is_draft_worker:
+        return result
+    per_request = _bytes_per_request(runtime, self)
+    asked = get_schedule().max_running_requests
+    if asked is not None:
+        requests = max(1, asked // self.attn_dp_size)
+    else:
+        requests = max(1, default_requests(result, per_request))
+    reserve = (requests + 1) * per_request
+    if reserve >= result:
+        raise ValueError(
+            f"--kv-quant oscar: the 16-bit windows of {requests} running requests need {reserve / 2**30:.2f} GiB, the KV "
+            f"budget is {result / 2**30:.2f} GiB; lower --max-running-requests or --oscar-recent-tokens, or raise "
+            "--mem-fraction-static"
+        )
+    global _requests_with_windows
+    _requests_with_windows = requests
+    return result - reserve
+
+
+def default_requests(budget: int, per_request: int) -> int:
+    """Requests that run at once when the user names no number: as many as WINDOW_SHARE of the budget pays for, and
+    MIN_REQUESTS where MAX_WINDOW_SHARE pays for those. budget, per_request in bytes."""
+    if per_request == 0:
+        return MIN_REQUESTS
+    cheap, dear = (int(share * budget / per_request) for share in (WINDOW_SHARE, MAX_WINDOW_SHARE))
+    return max(cheap, min(MIN_REQUESTS, dear))
+
+
+def resolve_max_num_reqs(result, self, *args, **kwargs):
+    """AFTER KVCacheConfigurator.resolve_max_num_reqs: no more requests than have windows."""
+    return result if _requests_with_windows is None else min(result, _requests_with_windows)
+
+
+def build_token_to_kv_pool_allocator(result, self, *args, **kwargs):
+    """AFTER KVCacheConfigurator._build_token_to_kv_pool_allocator: make the windows; clear slots where they are handed out."""
+    pool = kwargs["token_to_kv_pool"]
+    if not isinstance(pool, OscarTokenToKVPool) or self.is_draft_worker:
+        return result
+    pool.attach_windows(kwargs["req_to_token_pool"].req_to_token.shape[0])
+    for name in ("alloc", "alloc_extend", "alloc_decode"):
+        setattr(result, name, _clearing(getattr(result, name), pool.windows.clear_slots))
+    logger.info("%s", start_line(self, pool))
+    return result
+
+
+def _clearing(allocate, clear_slots):
+    """An allocation door that also makes the maps forget the slots it hands out."""
+
+    @functools.wraps(allocate)
+    def wrapper(*args, **kwargs):
+        slots = allocate(*args, **kwargs)
+        if slots is not None:
+            clear_slots(slots)
+        return slots
+
+    return wrapper
+
+
+def describe(kvc_layers: int, pool: OscarTokenToKVPool) -> dict:
+    """Figures of the two stores on this rank, for the start line, /server_info and metrics. Bytes and tokens."""
+    runtime, windows = pool.runtime, pool.windows
+    model = runtime.artifact.model
+    return {
+        "mode": runtime.settings.codec,
+        "method": runtime.artifact.method,
+        "artifact": runtime.settings.artifact_path,
+        "bits_per_element": (pool.runtime.k_format.row_bytes + runtime.v_format.row_bytes)
+        * 8
+        / (model.head_dim + model.v_head_dim),
+        "bytes_per_token": runtime.bytes_per_token(kvc_layers, pool.head_num),
+        "bytes_per_token_bf16": 2 * kvc_layers * pool.head_num * (model.head_dim + model.v_head_dim),
+        "tokens": pool.size,
+        "pool_bytes": pool.pool_bytes(),
+        "window_bytes": pool.window_bytes(),
+        "sink_tokens": windows.sink_tokens,
+        "recent_tokens": windows.recent_tokens,
+        "sink_rows_reused": windows.counters.sink_rows_reused,
+        "sink_rows_lost": windows.counters.sink_rows_lost,
+    }
+
+
+def start_line(kvc, pool: OscarTokenToKVPool) -> str:
+    """One sentence that explains the capacity."""
+    info, context = describe(pool.layer_num, pool), kvc.model_config.context_len
+    requests = pool.windows.first_sink_row // max(1, pool.windows.recent_tokens) - 1
+    requests = requests if pool.windows.recent_tokens else pool.windows.num_sink_rows
+    ratio = info["bytes_per_token_bf16"] / info["bytes_per_token"]
+    return (
+        f"OSCAR KV cache ({info['mode']}, {info['bits_per_element']:.2f} bits an element): {info['tokens']} tokens at "
+        f"{info['bytes_per_token']} bytes a token (BF16: {info['bytes_per_token_bf16']}, {ratio:.2f}x); pool "
+        f"{info['pool_bytes'] / 2**20:.1f} MiB, 16-bit windows {info['window_bytes'] / 2**20:.1f} MiB (first "
+        f"{info['sink_tokens']} and newest {info['recent_tokens']} tokens of up to {requests} running requests); longest "
+        f"request {min(context, info['tokens'])} tokens; {min(requests, info['tokens'] // context)} requests fit at the full "
+        f"context of {context}"
+    )
+
+
+def get_internal_state(result, self, *args, **kwargs):
+    """AFTER SchedulerInternalStateController.get_internal_state: figures of both stores in /server_info."""
+    pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if isinstance(pool, OscarTokenToKVPool):
+        result.internal_state["oscar"] = describe(pool.layer_num, pool)
+    return result
+
+
+def refuse_weight_update(original, self, recv_req, *, output):
+    """AROUND the weight updates of a running server: the value transform is folded into the old weights, and the artifact
+    belongs to them."""
+    if get_runtime(self.tp_worker.model_runner.server_args) is None:
+        return original(self, recv_req)
+    message = "--kv-quant oscar: weights cannot be changed under a 2-bit cache calibrated for the old ones; restart the server"
+    return output(success=False, message=message)
+
+
+def _kv_heads(kvc) -> int:
+    return kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
+
+
+def _bytes_per_request(runtime, kvc) -> int:
+    return runtime.bytes_per_request(kvc.layer_info.num_effective_layers, _kv_heads(kvc))

@@ -1,0 +1,125 @@
+"""The KV pool: to SGLang a plain token-major pool of bytes, whose "head_dim" is the bytes of a row."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+from sglang.srt.oscar.runtime import Runtime
+from sglang.srt.oscar.windows import Windows
+
+from oscar_kernel import LayerCache, LayerCodec, store_kv
+
+logger = logging.getLogger(__name__)
+
+
+class OscarTokenToKVPool(MHATokenToKVPool):
+    """2-bit rows `[num_slots, num_kv_heads, row_bytes]` uint8, metadata inside the row, and the windows beside them.
+
+    Whatever moves a slot's bytes (host copies, slot moves, transfers) moves its metadata too, since it is the same row. The
+    dtype stays uint8: some models write BF16 pools directly from a fused kernel, and must not take this one for such a pool.
+    """
+
+    runtime: Runtime = None  # set on the subclass that `pool_class` makes
+
+    def __init__(self, size, page_size, dtype, head_num, head_dim, layer_num, device, enable_memory_saver, **kwargs):
+        fmt_k, fmt_v = self.runtime.k_format, self.runtime.v_format
+        v_head_dim = kwargs.pop("v_head_dim", None) or head_dim
+        if (head_dim, v_head_dim) != (fmt_k.head_dim, fmt_v.head_dim):
+            raise ValueError(
+                f"--kv-quant oscar: the artifact is for head_dim={fmt_k.head_dim}, v_head_dim={fmt_v.head_dim}, the model has "
+                f"head_dim={head_dim}, v_head_dim={v_head_dim}; run `oscar calibrate` for this model"
+            )
+        self.windows: Windows | None = None
+        self.codecs: dict[int, LayerCodec] = {}
+        super().__init__(
+            size,
+            page_size,
+            torch.uint8,
+            head_num,
+            fmt_k.row_bytes,
+            layer_num,
+            device,
+            enable_memory_saver,
+            v_head_dim=fmt_v.row_bytes,
+            **kwargs,
+        )
+
+    def _create_buffers_normal(self):
+        if torch.device(self.device).type != "cpu":
+            return super()._create_buffers_normal()
+        # On a CPU torch.zeros touches every page at once; numpy's come from the kernel when they are first written.
+        k_shape, v_shape = self._kv_buffer_shapes()
+        self.k_buffer = [torch.from_numpy(np.zeros(k_shape, np.uint8)) for _ in range(self.layer_num)]
+        self.v_buffer = [torch.from_numpy(np.zeros(v_shape, np.uint8)) for _ in range(self.layer_num)]
+
+    def _init_kv_copy_and_warmup(self):
+        # SGLang's copy is a Triton kernel for speculation's slot moves; ours indexes, and needs no set-up.
+        self._kv_copy_config = None
+
+    def attach_windows(self, num_requests: int) -> None:
+        """Make the windows. num_requests: rows of req_to_token, the reserved one included."""
+        settings, model = self.runtime.settings, self.runtime.artifact.model
+        self.windows = Windows(
+            self.size + self.page_size, num_requests, settings.sink_tokens, settings.recent_tokens, self.device
+        )
+
+        def rows(head_dim):
+            shape = (self.windows.num_rows + 1, self.head_num, head_dim)
+            return torch.zeros(shape, dtype=self.runtime.window_dtype, device=self.device)
+
+        self.k_window = [rows(model.head_dim) for _ in range(self.layer_num)]
+        self.v_window = [rows(model.v_head_dim) for _ in range(self.layer_num)]
+
+    def window_bytes(self) -> int:
+        """Bytes of the 16-bit rows and of the map from rows to slots."""
+        return sum(t.nbytes for t in (*self.k_window, *self.v_window, self.windows.slot_of_row))
+
+    def pool_bytes(self) -> int:
+        """Bytes of the 2-bit rows and of the map from slots to rows."""
+        return sum(t.nbytes for t in (*self.k_buffer, *self.v_buffer, self.windows.row_of_slot))
+
+    def layer_cache(self, layer_id: int) -> LayerCache:
+        i = layer_id - self.start_layer
+        return LayerCache(self.k_buffer[i], self.v_buffer[i], self.k_window[i], self.v_window[i])
+
+    def write(self, layer_id: int, k, v, loc, window_rows):
+        """`store_kv` into one layer of this pool; returns the transformed rows."""
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(layer_id - self.start_layer)
+        return store_kv(k, v, loc, window_rows, self.layer_cache(layer_id), self.codecs[layer_id])
+
+    def set_kv_buffer(
+        self,
+        layer,
+        loc_info,
+        cache_k,
+        cache_v,
+        k_scale=None,
+        v_scale=None,
+        layer_id_override=None,
+        dcp_kv_mask=None,
+    ):
+        """SGLang's way to write keys and values; rows of the windows follow the maps as they stand."""
+        if k_scale is not None or v_scale is not None or dcp_kv_mask is not None:
+            raise NotImplementedError("--kv-quant oscar: the 2-bit pool takes no KV scales and no context-parallel mask")
+        loc = unwrap_write_loc(loc_info)[0].long()
+        rows = self.windows.row_of_slot[loc].long()
+        valid = (rows >= 0) & (self.windows.slot_of_row[rows.clamp(min=0)] == loc)
+        rows = torch.where(valid, rows, self.windows.no_row)
+        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
+        self.write(layer_id, cache_k, cache_v, loc, rows)
+
+    def move_kv_cache(self, tgt_loc, src_loc):
+        """Move slots; their window rows go along."""
+        tgt_loc, src_loc = tgt_loc.long(), src_loc.long()
+        for buffer in (*self.k_buffer, *self.v_buffer):
+            buffer[tgt_loc] = buffer[src_loc]
+        self.windows.move_slots(tgt_loc, src_loc)
+
+
+def pool_class(runtime: Runtime) -> type[OscarTokenToKVPool]:
+    """The pool class SGLang's configurator is to construct, bound to this process's runtime."""
+    return type("OscarTokenToKVPool", (OscarTokenToKVPool,), {"runtime": runtime})
