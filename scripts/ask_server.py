@@ -1,0 +1,53 @@
+"""Serve a model with --kv-quant oscar, ask it for a fact hidden in a long prompt, and show what the cache saves."""
+
+import argparse
+import sys
+
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from oscar.local_server import LocalServer
+from oscar.needles import make_needle
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--artifact", required=True, help="calibration artifact (.safetensors)")
+    parser.add_argument("--tokens", type=int, default=2000, help="length of the prompt in tokens (default 2000)")
+    parser.add_argument("--seed", type=int, default=1, help="which prompt (default 1)")
+    parser.add_argument("--log", default=None, help="file for the server's log")
+    args = parser.parse_args()
+
+    console = Console(width=110, highlight=False)
+    needle = make_needle(AutoTokenizer.from_pretrained(args.model), args.tokens, seed=args.seed)
+    flags = ("--kv-quant", "oscar", "--oscar-artifact", args.artifact)
+    console.print(f"$ python -m sglang.launch_server --model-path {args.model} {' '.join(flags)}", soft_wrap=True)
+    with LocalServer(args.model, *flags, log=args.log) as server:
+        console.print(f"  ready after {server.startup_seconds:.0f} s; log: {server.log}")
+        reply = server.chat(needle.messages)
+        cache = server.info()["internal_states"][0]["oscar"]
+    right = needle.is_right(reply)
+    console.print(f"\nprompt    {needle.num_tokens} tokens; the fact stands at {needle.depth:.0%} of the text")
+    console.print(f"question  {needle.messages[0]['content'].splitlines()[-1]}")
+    console.print(f"answer    {reply.strip()}   [{'right' if right else f'wrong, it is {needle.answer}'}]", markup=False)
+
+    table = Table(title="\nKV cache in the same memory", title_justify="left")
+    for column in ("", "BF16", "2-bit (oscar)", "ratio"):
+        table.add_column(column, justify="right" if column else "left")
+    memory = cache["pool_bytes"] + cache["window_bytes"]
+    wide, narrow = cache["bytes_per_token_bf16"], cache["bytes_per_token"]
+    table.add_row("bytes a token", f"{wide:,}", f"{narrow:,}", f"{wide / narrow:.2f}")
+    bf16_tokens = memory // wide
+    table.add_row("tokens", f"{bf16_tokens:,}", f"{cache['tokens']:,}", f"{cache['tokens'] / bf16_tokens:.2f}")
+    console.print(table)
+    console.print(
+        f"{memory / 2**20:,.0f} MiB of cache, {cache['window_bytes'] / 2**20:,.0f} MiB of it 16-bit windows (first "
+        f"{cache['sink_tokens']} and newest {cache['recent_tokens']} tokens of each running request)"
+    )
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
