@@ -9,9 +9,10 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.oscar.fold import fold_value_transform
-from sglang.srt.oscar.pool import OscarTokenToKVPool
+from sglang.srt.oscar.metrics import CacheMetrics
+from sglang.srt.oscar.pool import OscarTokenToKVPool, describe
 from sglang.srt.oscar.runtime import get_runtime, local_kv_heads
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_serving
 
 from oscar_kernel import ReadPlan, decode_attention, extend_attention
 
@@ -54,6 +55,9 @@ class OscarAttnBackend(AttentionBackend):
         self._generation = [0] * self.req_to_token.shape[0]
         self._prepare_layers(model_runner.model)
         self._check_sizes()
+        self.metrics = None
+        if model_runner.server_args.enable_metrics and get_parallel().attn_tp_rank == 0:
+            self.metrics = CacheMetrics(pool, describe(pool), get_serving().served_model_name)
 
     def _prepare_layers(self, model: torch.nn.Module) -> None:
         """Fold value transforms, and put each layer's codec on the pool's device."""
@@ -112,6 +116,8 @@ class OscarAttnBackend(AttentionBackend):
         request, loc = batch.req_pool_indices.long(), batch.out_cache_loc.long()
         plan = windows.plan(self.req_to_token, request, prefix_lens)
         windows.note_prefixes(plan, request, self._first_chunks(batch))
+        if self.metrics is not None:
+            self.metrics.update()
 
         qo_indptr = [0]
         for new in new_lens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from sglang.srt.oscar.pool import OscarTokenToKVPool, pool_class
+from sglang.srt.oscar.pool import OscarTokenToKVPool, describe, pool_class
 from sglang.srt.oscar.runtime import get_runtime
 from sglang.srt.runtime_context import get_parallel, get_schedule
 
@@ -82,7 +82,8 @@ def build_token_to_kv_pool_allocator(result, self, *args, **kwargs):
     pool.attach_windows(kwargs["req_to_token_pool"].req_to_token.shape[0])
     for name in ("alloc", "alloc_extend", "alloc_decode"):
         setattr(result, name, _clearing(getattr(result, name), pool.windows.clear_slots))
-    logger.info("%s", start_line(self, pool))
+    if get_parallel().attn_tp_rank == 0:
+        logger.info("%s", start_line(self, pool))
     return result
 
 
@@ -99,32 +100,9 @@ def _clearing(allocate, clear_slots):
     return wrapper
 
 
-def describe(kvc_layers: int, pool: OscarTokenToKVPool) -> dict:
-    """Figures of the two stores on this rank, for the start line, /server_info and metrics. Bytes and tokens."""
-    runtime, windows = pool.runtime, pool.windows
-    model = runtime.artifact.model
-    return {
-        "mode": runtime.settings.codec,
-        "method": runtime.artifact.method,
-        "artifact": runtime.settings.artifact_path,
-        "bits_per_element": (pool.runtime.k_format.row_bytes + runtime.v_format.row_bytes)
-        * 8
-        / (model.head_dim + model.v_head_dim),
-        "bytes_per_token": runtime.bytes_per_token(kvc_layers, pool.head_num),
-        "bytes_per_token_bf16": 2 * kvc_layers * pool.head_num * (model.head_dim + model.v_head_dim),
-        "tokens": pool.size,
-        "pool_bytes": pool.pool_bytes(),
-        "window_bytes": pool.window_bytes(),
-        "sink_tokens": windows.sink_tokens,
-        "recent_tokens": windows.recent_tokens,
-        "sink_rows_reused": windows.counters.sink_rows_reused,
-        "sink_rows_lost": windows.counters.sink_rows_lost,
-    }
-
-
 def start_line(kvc, pool: OscarTokenToKVPool) -> str:
     """One sentence that explains the capacity."""
-    info, context = describe(pool.layer_num, pool), kvc.model_config.context_len
+    info, context = describe(pool), kvc.model_config.context_len
     requests = pool.windows.first_sink_row // max(1, pool.windows.recent_tokens) - 1
     requests = requests if pool.windows.recent_tokens else pool.windows.num_sink_rows
     ratio = info["bytes_per_token_bf16"] / info["bytes_per_token"]
@@ -142,7 +120,7 @@ def get_internal_state(result, self, *args, **kwargs):
     """AFTER SchedulerInternalStateController.get_internal_state: figures of both stores in /server_info."""
     pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
     if isinstance(pool, OscarTokenToKVPool):
-        result.internal_state["oscar"] = describe(pool.layer_num, pool)
+        result.internal_state["oscar"] = describe(pool)
     return result
 
 

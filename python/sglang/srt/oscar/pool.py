@@ -123,3 +123,24 @@ class OscarTokenToKVPool(MHATokenToKVPool):
 def pool_class(runtime: Runtime) -> type[OscarTokenToKVPool]:
     """The pool class SGLang's configurator is to construct, bound to this process's runtime."""
     return type("OscarTokenToKVPool", (OscarTokenToKVPool,), {"runtime": runtime})
+
+
+def describe(pool: OscarTokenToKVPool) -> dict:
+    """Figures of both stores on this rank, for the start line, /server_info and metrics; sizes in bytes and tokens."""
+    runtime, windows = pool.runtime, pool.windows
+    dims = runtime.artifact.model.head_dim + runtime.artifact.model.v_head_dim
+    return {
+        "mode": runtime.settings.codec,
+        "method": runtime.artifact.method,
+        "artifact": runtime.settings.artifact_path,
+        "bits_per_element": 8 * (runtime.k_format.row_bytes + runtime.v_format.row_bytes) / dims,
+        "bytes_per_token": runtime.bytes_per_token(pool.layer_num, pool.head_num),
+        "bytes_per_token_bf16": 2 * pool.layer_num * pool.head_num * dims,
+        "tokens": pool.size,
+        "pool_bytes": pool.pool_bytes(),
+        "window_bytes": pool.window_bytes(),
+        "sink_tokens": windows.sink_tokens,
+        "recent_tokens": windows.recent_tokens,
+        "sink_rows_reused": windows.counters.sink_rows_reused,
+        "sink_rows_lost": windows.counters.sink_rows_lost,
+    }
