@@ -128,9 +128,9 @@ def clip(x: Tensor, clip_ratio: Tensor) -> Tensor:
         [..., num_kv_heads, head_dim] float32.
     Source: METHOD 1.5 step 1.
     """
-    index = clip_index(clip_ratio, x.shape[-1]).to(x.device)
-    ordered = x.abs().sort(dim=-1).values
-    tau = ordered.gather(-1, index.view(-1, 1).expand(*x.shape[:-1], 1))
+    from_the_top = x.shape[-1] - 1 - clip_index(clip_ratio, x.shape[-1])
+    largest = x.abs().topk(int(from_the_top.max()) + 1, dim=-1).values
+    tau = largest.gather(-1, from_the_top.to(x.device).view(-1, 1).expand(*x.shape[:-1], 1))
     return torch.minimum(torch.maximum(x, -tau), tau)
 
 
@@ -166,7 +166,8 @@ def encode(x: Tensor, fmt: RowFormat | LosslessFormat, clip_ratio: Tensor, level
         levels = x.new_tensor(UNIFORM_LEVELS).expand(x.shape[-2], 4)
     cut = thresholds(levels.float()).to(x.device)
     bound = centre.float().unsqueeze(-1) + cut.unsqueeze(-2) * step.float().unsqueeze(-1)
-    code = (groups.unsqueeze(-1) > bound.unsqueeze(-2)).sum(-1, dtype=torch.uint8).flatten(-2)
+    above = [groups > bound[..., i : i + 1] for i in range(3)]
+    code = (above[0].to(torch.uint8) + above[1] + above[2]).flatten(-2)
 
     quarter = code.unflatten(-1, (CODES_PER_BYTE, fmt.code_bytes))
     packed = quarter[..., 0, :] | quarter[..., 1, :] << 2 | quarter[..., 2, :] << 4 | quarter[..., 3, :] << 6
