@@ -55,7 +55,9 @@ class LocalServer:
         try:
             while not self._answers():
                 if self.process.poll() is not None:
-                    raise ServerError(f"server ended with code {self.process.returncode}; its log ends with:\n{self.log_tail()}")
+                    raise ServerError(
+                        f"server ended with code {self.process.returncode}; its log ends with:\n{self.log_tail()}"
+                    )
                 if time.monotonic() - began > self.timeout:
                     raise ServerError(f"no answer within {self.timeout:.0f} s; the log ends with:\n{self.log_tail()}")
                 time.sleep(0.5)

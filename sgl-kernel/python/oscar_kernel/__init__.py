@@ -8,5 +8,15 @@ from oscar_kernel.extend_attention import extend_attention
 from oscar_kernel.layer import LayerCache, LayerCodec
 from oscar_kernel.plan_read import ReadPlan, plan_read
 from oscar_kernel.store_kv import store_kv
+from oscar_kernel.write_windows import write_windows
 
-__all__ = ["LayerCache", "LayerCodec", "ReadPlan", "decode_attention", "extend_attention", "plan_read", "store_kv"]
+__all__ = [
+    "LayerCache",
+    "LayerCodec",
+    "ReadPlan",
+    "decode_attention",
+    "extend_attention",
+    "plan_read",
+    "store_kv",
+    "write_windows",
+]

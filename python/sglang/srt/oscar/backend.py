@@ -14,7 +14,7 @@ from sglang.srt.oscar.pool import OscarTokenToKVPool, describe
 from sglang.srt.oscar.runtime import get_runtime, local_kv_heads
 from sglang.srt.runtime_context import get_parallel, get_serving
 
-from oscar_kernel import ReadPlan, decode_attention, extend_attention
+from oscar_kernel import ReadPlan, decode_attention, extend_attention, write_windows
 
 logger = logging.getLogger(__name__)
 
@@ -144,33 +144,46 @@ class OscarAttnBackend(AttentionBackend):
         return first
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
-        step, cache, codec, q, _ = self._begin(q, k, v, layer, save_kv_cache, kwargs)
+        step, pool = self.forward_metadata, self.token_to_kv_pool
+        k, v = self._new_tokens(k, v, layer, save_kv_cache, kwargs)
+        pool.write(layer.layer_id, k, v, step.loc, step.window_rows)
+        cache, codec = self._layer(layer)
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = decode_attention(q, cache, codec, step.plan, layer.scaling, layer.logit_cap)
         return out.flatten(1).to(q.dtype)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
-        step, cache, codec, q, new = self._begin(q, k, v, layer, save_kv_cache, kwargs)
+        step, pool = self.forward_metadata, self.token_to_kv_pool
+        k, v = self._new_tokens(k, v, layer, save_kv_cache, kwargs)
+        # New tokens take ring rows that prefixes are still read from: windows are written when attention has read them.
+        new = pool.write(layer.layer_id, k, v, step.loc, torch.full_like(step.window_rows, pool.windows.no_row))
+        cache, codec = self._layer(layer)
         num_tokens = step.qo_indptr[-1]
-        out = extend_attention(q[:num_tokens], *new, step.qo_indptr, cache, codec, step.plan, layer.scaling, layer.logit_cap)
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        scale, cap = layer.scaling, layer.logit_cap
+        out = extend_attention(q[:num_tokens], *new, step.qo_indptr, cache, codec, step.plan, scale, cap)
+        write_windows(*new, step.window_rows, cache)
         out = out.flatten(1).to(q.dtype)
         return out if num_tokens == q.shape[0] else torch.nn.functional.pad(out, (0, 0, 0, q.shape[0] - num_tokens))
 
-    def _begin(self, q, k, v, layer, save_kv_cache, kwargs):
-        """Store the new tokens; everything attention needs."""
+    def _new_tokens(self, k, v, layer, save_kv_cache, kwargs):
+        """K and V of the tokens being written, one row a token and head; padding beyond them is cut off."""
         if k is None or v is None or not save_kv_cache or any(value is not None for value in kwargs.values()):
             raise NotImplementedError(
                 f"--kv-quant oscar: layer {layer.layer_id} shares another layer's cache or asks for {sorted(kwargs)}; "
                 "not supported"
             )
-        step, pool = self.forward_metadata, self.token_to_kv_pool
-        num_tokens = step.loc.shape[0]
+        num_tokens = self.forward_metadata.loc.shape[0]
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[:num_tokens]
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)[:num_tokens]
-        new = pool.write(layer.layer_id, k, v, step.loc, step.window_rows)
-        cache, codec = pool.layer_cache(layer.layer_id), pool.codecs[layer.layer_id]
+        return k, v
+
+    def _layer(self, layer):
+        """Storage and codec of a layer; with debug checks, once the rows about to be read are found to be their slots'."""
+        cache, codec = self.token_to_kv_pool.layer_cache(layer.layer_id), self.token_to_kv_pool.codecs[layer.layer_id]
         if self.runtime.settings.debug_checks:
-            self._check_window_rows(step.plan, cache, codec, layer.layer_id)
-        return step, cache, codec, q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), new
+            self._check_window_rows(self.forward_metadata.plan, cache, codec, layer.layer_id)
+        return cache, codec
 
     @staticmethod
     def _check_window_rows(plan: ReadPlan, cache, codec, layer_id: int) -> None:

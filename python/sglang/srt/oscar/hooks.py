@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 WINDOW_SHARE = 0.02
 """Part of the KV budget that the windows may take before fewer requests run at once: it costs 2 % of the tokens."""
 MIN_REQUESTS = 64
+MIN_REQUESTS_CPU = 16
 MAX_WINDOW_SHARE = 0.10
 """At least MIN_REQUESTS run at once, unless their windows would take more than this part of the budget."""
 
@@ -47,7 +48,8 @@ def profile_available_bytes(result, self, *args, **kwargs):
     if asked is not None:
         requests = max(1, asked // self.attn_dp_size)
     else:
-        requests = max(1, default_requests(result, per_request))
+        at_least = MIN_REQUESTS_CPU if self.device == "cpu" else MIN_REQUESTS
+        requests = default_requests(result, per_request, at_least)
     reserve = (requests + 1) * per_request
     if reserve >= result:
         raise ValueError(
@@ -60,13 +62,13 @@ def profile_available_bytes(result, self, *args, **kwargs):
     return result - reserve
 
 
-def default_requests(budget: int, per_request: int) -> int:
+def default_requests(budget: int, per_request: int, at_least: int = MIN_REQUESTS) -> int:
     """Requests that run at once when the user names no number: as many as WINDOW_SHARE of the budget pays for, and
-    MIN_REQUESTS where MAX_WINDOW_SHARE pays for those. budget, per_request in bytes."""
+    `at_least` where MAX_WINDOW_SHARE pays for those. budget, per_request in bytes."""
     if per_request == 0:
-        return MIN_REQUESTS
+        return at_least
     cheap, dear = (int(share * budget / per_request) for share in (WINDOW_SHARE, MAX_WINDOW_SHARE))
-    return max(cheap, min(MIN_REQUESTS, dear))
+    return max(1, cheap, min(at_least, dear))
 
 
 def resolve_max_num_reqs(result, self, *args, **kwargs):
