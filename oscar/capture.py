@@ -1,0 +1,170 @@
+"""Queries, keys and values as attention sees them, from any Hugging Face decoder, through its attention interface.
+
+`capturing(model, observer)` registers an attention function under a name of its own, switches the model to it, and puts
+everything back in `finally`. The function hands each layer's tensors (after QK-norm and RoPE, before KV heads are
+repeated) to the observer and computes attention as the library's SDPA path does. The mask function is registered with
+it: without one the library passes no mask, and padded batches and sliding windows would silently be wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_NAMES = itertools.count()
+
+
+class UnsupportedModelError(ValueError):
+    """A model whose attention cannot be captured, as one sentence that names the reason."""
+
+
+@dataclass(frozen=True)
+class LayerCapture:
+    """One attention call of one layer, tensors in the model's dtype and on its device.
+
+    Attributes:
+        layer_id: the layer's index in the model.
+        q: [bs, num_qo_heads, num_tokens, head_dim], after norm and RoPE.
+        k, v: [bs, num_kv_heads, num_tokens, head_dim] and [..., v_head_dim], of the same tokens as q: no cached past.
+        output: [bs, num_tokens, num_qo_heads, v_head_dim], attention's output before W_O.
+        real: [bs, num_tokens] bool, False where the batch was padded.
+        sm_scale: factor on q k^T.
+        sliding_window: number of newest keys a query sees, its own included; None for all.
+        logit_cap: scores are logit_cap * tanh(score / logit_cap); None for no cap.
+    """
+
+    layer_id: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    output: Tensor
+    real: Tensor
+    sm_scale: float
+    sliding_window: int | None
+    logit_cap: float | None
+
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(q, k, v, output), each [real tokens, heads, dim], padding left out."""
+        return (
+            self.q.transpose(1, 2)[self.real],
+            self.k.transpose(1, 2)[self.real],
+            self.v.transpose(1, 2)[self.real],
+            self.output[self.real],
+        )
+
+
+def check_supported(config) -> None:
+    """Refuse, before any weight is read, a model whose attention cannot be captured or quantised.
+
+    Args:
+        config: the model's Hugging Face configuration.
+    Raises:
+        UnsupportedModelError: latent attention, encoder-decoder, learned sinks, or layers without attention.
+    """
+    text = config.get_text_config(decoder=True)
+    name = f"model type {getattr(text, 'model_type', 'unknown')!r}"
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; expected a decoder-only language model")
+    if getattr(text, "kv_lora_rank", None):
+        raise UnsupportedModelError(f"{name} uses latent attention (MLA), whose cache has no heads; expected MHA, GQA or MQA")
+    if "gpt_oss" in getattr(text, "model_type", ""):
+        raise UnsupportedModelError(f"{name} has learned attention sinks, which this build does not support")
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise UnsupportedModelError(
+            f"{name} has layers of kind {', '.join(other)}; expected full or sliding-window attention in every layer"
+        )
+
+
+@contextmanager
+def capturing(model, observer: Callable[[LayerCapture], None]) -> Iterator[Callable[..., None]]:
+    """Capture the model's attention while the context is open.
+
+    Args:
+        model: a Hugging Face `PreTrainedModel` in eval mode.
+        observer: called once a layer and forward pass, in layer order.
+    Yields:
+        `run(input_ids, attention_mask=None)`: one forward pass of the decoder without output head and cache; input_ids
+        [bs, num_tokens] int64, attention_mask [bs, num_tokens], 0 where padded (the padding is not observed).
+    Raises:
+        UnsupportedModelError: attention is not dispatched through the library's interface, or carries learned sinks, or
+            a layer never called it.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    name = f"oscar_capture_{next(_NAMES)}"
+    before = model.config._attn_implementation
+    text_config = model.config.get_text_config(decoder=True)
+    real: Tensor | None = None
+    seen: set[int] = set()
+
+    def attention(module, query, key, value, attention_mask, *, scaling=None, dropout=0.0, **kwargs):
+        if kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has learned attention sinks, which this build does not support"
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        logit_cap = kwargs.get("softcap")
+        output = _attend(module, query, key, value, attention_mask, scale, logit_cap, kwargs)
+        num_tokens = query.shape[2]  # with a cache, keys hold the past too: only the newest rows are this pass's tokens
+        seen.add(module.layer_idx)
+        observer(
+            LayerCapture(
+                layer_id=module.layer_idx,
+                q=query,
+                k=key[:, :, -num_tokens:],
+                v=value[:, :, -num_tokens:],
+                output=output,
+                real=real,
+                sm_scale=float(scale),
+                sliding_window=kwargs.get("sliding_window", getattr(module, "sliding_window", None)),
+                logit_cap=logit_cap,
+            )
+        )
+        return output, None
+
+    def run(input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
+        nonlocal real
+        real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        seen.clear()
+        with torch.inference_mode():
+            model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        if missing := sorted(set(range(text_config.num_hidden_layers)) - seen):
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: expected every layer to call the library's attention interface, "
+                f"{'no layer' if not seen else f'layers {missing}'} did{'' if not seen else ' not'}"
+            )
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:
+            raise UnsupportedModelError(f"{type(model).__name__} does not use the library's attention interface")
+        yield run
+    finally:
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def _attend(module, query, key, value, mask, scale, logit_cap, kwargs) -> Tensor:
+    """Attention's output, [bs, num_tokens, num_qo_heads, v_head_dim]. SDPA ignores a cap on the scores."""
+    if logit_cap is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, dropout=0.0, **kwargs)[0]
+    group = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(group, 1).mT * scale
+    scores = logit_cap * torch.tanh(scores / logit_cap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(scores.shape[-1] - scores.shape[-2])
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1, dtype=torch.float32).nan_to_num(0.0).to(query.dtype)
+    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2)

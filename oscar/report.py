@@ -1,0 +1,160 @@
+"""What an artifact says, for people and programs, and what a model's cache will take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from oscar.artifact import Artifact, ModelIdentity
+from oscar.calibrate import CalibrationError, CalibrationOptions, check, formats
+
+CLEARLY_WORSE = 1.25
+"""Ratio of attention errors from which one source of text is called worse than another."""
+
+
+def report(artifact: Artifact, console: Console) -> None:
+    """Print the held-out errors as a table, then one plain sentence."""
+    held_out = artifact.provenance.get("held_out", {})
+    rows = [(f"layer {i}", errors) for i, errors in held_out.get("layers", {}).items()]
+    sources = held_out.get("sources", [])
+    rows += [(s["source"], s) for s in sources] if len(sources) > 1 else []
+    if not rows:
+        console.print("No held-out text: the error was not measured.")
+        return
+    title = f"Relative error on {held_out['tokens']:,} held-out tokens, plain 2-bit → this artifact"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for name in ("K", "V", "attention", "as served"):
+        table.add_column(name, justify="right")
+    for name, errors in [*rows, ("all", held_out["all"])]:
+        cells = [f"{errors[f'plain_{side}']:.3f} → {errors[side]:.3f}" for side in ("k", "v", "attention")]
+        table.add_row(name, *cells, f"{errors['served']:.3f}")
+    console.print(table)
+    everything = held_out["all"]
+    windows = f"the first {artifact.sink_tokens} and newest {artifact.recent_tokens} tokens"
+    served = f"as served, with {windows} in 16 bits, by {everything['served']:.1%}"
+    if held_out["longest_sequence"] <= artifact.sink_tokens + artifact.recent_tokens:
+        served = f"as served was not measured: no held-out sequence is longer than {windows}"
+    mix = artifact.provenance.get("data", [])
+    if len(mix) > 1:
+        tokens = sum(d["tokens"] for d in mix)
+        parts = (f"{d['source']} {d['tokens']:,} tokens ({d['tokens'] / tokens:.0%})" for d in mix)
+        console.print(f"Text: {', '.join(parts)}.", highlight=False, soft_wrap=True)
+    console.print(
+        f"With every token in 2 bits, attention's output is off by {everything['attention']:.1%} "
+        f"(plain 2-bit: {everything['plain_attention']:.1%}); {served}.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def warnings(artifact: Artifact) -> list[str]:
+    """Sentences on what a user of this artifact should know; often none."""
+    result = []
+    held_out = artifact.provenance.get("held_out", {}).get("all")
+    if artifact.provenance.get("share_heads") and artifact.model.num_kv_heads > 1 and artifact.method != "identity":
+        result.append("the KV heads of a layer share one transform; calibrate without --share-heads for one each.")
+    if held_out and artifact.method != "identity" and held_out["attention"] > held_out["plain_attention"]:
+        result.append("on the held-out text this method is no better than plain 2-bit; give more or other text.")
+    sources = sorted(artifact.provenance.get("held_out", {}).get("sources", []), key=lambda s: s["attention"])
+    if len(sources) > 1 and sources[-1]["attention"] > CLEARLY_WORSE * sources[0]["attention"]:
+        best, worst = sources[0], sources[-1]
+        result.append(
+            f"{worst['source']} is clearly worse off than {best['source']} ({worst['attention']:.1%} against "
+            f"{best['attention']:.1%} with every token in 2 bits); give it more tokens if it is what you serve."
+        )
+    return result
+
+
+def describe(artifact: Artifact) -> dict:
+    """JSON-able description of an artifact: everything but the matrices."""
+    k_bytes, v_bytes = artifact.k_format.row_bytes, artifact.v_format.row_bytes
+    model = artifact.model
+    rows = model.num_layers * model.num_kv_heads
+
+    def clip(side: str) -> float | str:
+        ratios = torch.cat([getattr(layer, f"{side}_clip") for layer in artifact.layers.values()])
+        low, high = (float(f"{x:.4g}") for x in (ratios.min(), ratios.max()))
+        return low if low == high else f"{low} to {high}"
+
+    return {
+        "model": asdict(model) | {"fingerprint": model.fingerprint},
+        "method": artifact.method,
+        "group_size": artifact.group_size,
+        "meta_dtype": artifact.meta_dtype,
+        "sink_tokens": artifact.sink_tokens,
+        "recent_tokens": artifact.recent_tokens,
+        "num_tokens": artifact.num_tokens,
+        "clip": {"k": clip("k"), "v": clip("v")},
+        "bits_per_element": 8 * (k_bytes + v_bytes) / (model.head_dim + model.v_head_dim),
+        "bytes_per_token": rows * (k_bytes + v_bytes),
+        "bytes_per_token_16_bit": rows * (model.head_dim + model.v_head_dim) * 2,
+        "provenance": artifact.provenance,
+    }
+
+
+def plan(
+    model: str | Path,
+    group_size: int | None,
+    sink_tokens: int,
+    recent_tokens: int,
+    contexts: Iterable[int],
+    memory_gib: float | None = None,
+) -> dict:
+    """Bytes of a model's KV cache in 2 and in 16 bits, from its config.json and the row format alone.
+
+    Args:
+        model: model folder.
+        group_size: as in CalibrationOptions.
+        sink_tokens, recent_tokens: windows that a running request also keeps in 16 bits.
+        contexts: request lengths in tokens.
+        memory_gib: memory for the cache; None leaves the request counts out.
+    Returns:
+        JSON-able numbers in bytes and tokens.
+    Raises:
+        ArtifactError, CalibrationError: no such model, or a value that cannot be.
+    """
+    options = CalibrationOptions(
+        model, group_size=group_size, sink_tokens=sink_tokens, recent_tokens=recent_tokens, method="identity"
+    )
+    identity, _ = check(options)
+    if memory_gib is not None and memory_gib <= 0:
+        raise CalibrationError(f"memory must be positive, got {memory_gib} GiB")
+    if bad := [n for n in contexts if n <= 0]:
+        raise CalibrationError(f"context must be positive, got {bad[0]}")
+    k, v = formats(options, identity)
+    rows = identity.num_layers * identity.num_kv_heads
+    coded = rows * (k.row_bytes + v.row_bytes)
+    full = rows * (identity.head_dim + identity.v_head_dim) * 2
+    requests = []
+    for tokens in contexts:
+        total_bytes = tokens * coded + min(tokens, sink_tokens + recent_tokens) * full
+        row = {
+            "tokens": tokens,
+            "bytes": total_bytes,
+            "bytes_16_bit": tokens * full,
+            "ratio": tokens * full / total_bytes,
+        }
+        if memory_gib is not None:
+            budget = int(memory_gib * 2**30)
+            row |= {"requests": budget // total_bytes, "requests_16_bit": budget // (tokens * full)}
+        requests.append(row)
+    return {
+        "bytes_per_token": coded,
+        "bytes_per_token_16_bit": full,
+        "ratio": full / coded,
+        "bits_per_element": 16 * coded / full,
+        "window_bytes": (sink_tokens + recent_tokens) * full,
+        "contexts": requests,
+    }
+
+
+def artifact_bytes(identity: ModelIdentity) -> int:
+    """Size of the artifact's tensors, which is nearly all of the file."""
+    squares = identity.head_dim**2 + identity.v_head_dim**2
+    return 4 * identity.num_layers * identity.num_kv_heads * (squares + 2)

@@ -1,0 +1,167 @@
+"""Streaming second moments of what attention consumes, per layer and KV head, in float64.
+
+Activations pass through and are gone: memory is one set of [num_kv_heads, head_dim, head_dim] sums a layer, however
+many tokens are read. Sums of float64 outer products do not care how tokens were cut into chunks (equal to about 1e-15).
+
+    C_q    = mean over a KV head's query rows of q^T q                              MomentSums, pass 1
+    C_k    = mean of k^T k, C_v = mean of v^T v, and the means of k and v           MomentSums, pass 1
+    C_s    = mean over query rows of (S V)^T (S V) = V^T S^T S V / rows             MomentSums, pass 1
+    C_sst  = sum_t w_t v_t^T v_t / sum_t w_t,  w_t = k_t C_q k_t^T                  SurrogateSums, pass 2
+
+C_s is the paper's value target with the true causal softmax S. `V^T S^T S V` is the second moment of attention's own
+output, so S is never formed: the output that the model computes anyway is summed.
+
+C_sst is the public implementation's surrogate for it. Its weights need the finished C_q, and summing them symbolically
+in one pass would take a [d, d, d, d] moment, so the tokens are run through the model twice. They can be: calibration
+sequences are token ids, kept in memory, and the forward pass is deterministic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+class NonFiniteError(ValueError):
+    """NaN or infinity among captured activations; the message names layer and side."""
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Finished statistics of one layer, all float64 on the CPU.
+
+    Attributes:
+        num_tokens: real tokens behind them (rows of k and v).
+        q_moment: [num_kv_heads, head_dim, head_dim], C_q over the head's query group, without 1/sqrt(head_dim).
+        k_moment, k_mean: [num_kv_heads, head_dim, head_dim] uncentred, and [num_kv_heads, head_dim].
+        v_moment, v_mean: [num_kv_heads, v_head_dim, v_head_dim] uncentred, and [num_kv_heads, v_head_dim].
+        v_score_moment: [num_kv_heads, v_head_dim, v_head_dim], C_s, the paper's softmax-weighted V.
+        v_surrogate_moment: [num_kv_heads, v_head_dim, v_head_dim], C_sst; None before the second pass.
+    """
+
+    num_tokens: int
+    q_moment: Tensor
+    k_moment: Tensor
+    k_mean: Tensor
+    v_moment: Tensor
+    v_mean: Tensor
+    v_score_moment: Tensor
+    v_surrogate_moment: Tensor | None = None
+
+    def with_surrogate(self, moment: Tensor) -> LayerStatistics:
+        """These statistics with the second pass's result in them."""
+        return replace(self, v_surrogate_moment=moment)
+
+
+class MomentSums:
+    """First pass over one layer: sums that give everything except the surrogate.
+
+    Args:
+        layer_id: named in errors.
+    """
+
+    def __init__(self, layer_id: int):
+        self.layer_id = layer_id
+        self.num_tokens = 0
+        self.num_query_rows = 0
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> None:
+        """Count tokens in.
+
+        Args:
+            q: [num_tokens, num_qo_heads, head_dim], after norm and RoPE, any float dtype; no padding.
+            k: [num_tokens, num_kv_heads, head_dim], likewise.
+            v: [num_tokens, num_kv_heads, v_head_dim].
+            output: [num_tokens, num_qo_heads, v_head_dim], attention's output S V for these queries, before W_O.
+        Raises:
+            NonFiniteError: a tensor holds NaN or infinity.
+        """
+        num_kv_heads = k.shape[1]
+        for side, x in (("query", q), ("key", k), ("value", v), ("attention output", output)):
+            check_finite(x, self.layer_id, side)
+        q, output = (pool_query_group(x.double(), num_kv_heads) for x in (q, output))
+        k, v = k.double().transpose(0, 1), v.double().transpose(0, 1)
+        self.num_tokens += k.shape[1]
+        self.num_query_rows += q.shape[1]
+        for name, value in {
+            "q_moment": q.mT @ q,
+            "k_moment": k.mT @ k,
+            "k_mean": k.sum(1),
+            "v_moment": v.mT @ v,
+            "v_mean": v.sum(1),
+            "v_score_moment": output.mT @ output,
+        }.items():
+            self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
+
+    def finish(self) -> LayerStatistics:
+        """Divide by the counts.
+
+        Raises:
+            ValueError: no token was counted.
+        """
+        if not self.num_tokens:
+            raise ValueError(f"layer {self.layer_id}: expected at least one real token, got none")
+        per_query = ("q_moment", "v_score_moment")
+        rows = {name: self.num_query_rows if name in per_query else self.num_tokens for name in self._sums}
+        means = {name: (value / rows[name]).cpu() for name, value in self._sums.items()}
+        means |= {name: symmetrise(value) for name, value in means.items() if name.endswith("moment")}
+        return LayerStatistics(num_tokens=self.num_tokens, **means)
+
+
+class SurrogateSums:
+    """Second pass over one layer: V weighted by w_t = k_t C_q k_t^T, weights normalised to mean 1 per KV head.
+
+    Args:
+        layer_id: named in errors.
+        q_moment: [num_kv_heads, head_dim, head_dim] float64, the finished C_q of the first pass.
+    Source: the public OSCAR implementation's `sst` target (METHOD 1.3); no softmax and no causal mask.
+    """
+
+    def __init__(self, layer_id: int, q_moment: Tensor):
+        self.layer_id = layer_id
+        self.q_moment = q_moment
+        self._sum: Tensor | None = None
+        self._weight: Tensor | None = None
+
+    def add(self, k: Tensor, v: Tensor) -> None:
+        """Count tokens in. k: [num_tokens, num_kv_heads, head_dim]; v: [num_tokens, num_kv_heads, v_head_dim]."""
+        check_finite(k, self.layer_id, "key")
+        check_finite(v, self.layer_id, "value")
+        k, v = k.double().transpose(0, 1), v.double().transpose(0, 1)
+        weight = ((k @ self.q_moment.to(k.device)) * k).sum(-1)  # [num_kv_heads, num_tokens], never negative
+        weighted = v.mT @ (weight.unsqueeze(-1) * v)
+        self._sum = weighted if self._sum is None else self._sum.add_(weighted)
+        self._weight = weight.sum(-1) if self._weight is None else self._weight.add_(weight.sum(-1))
+
+    def finish(self) -> Tensor:
+        """[num_kv_heads, v_head_dim, v_head_dim] float64 on the CPU. A head whose weights are all zero gives zero."""
+        if self._sum is None:
+            raise ValueError(f"layer {self.layer_id}: expected at least one real token, got none")
+        weight = self._weight.clamp(min=torch.finfo(torch.float64).tiny)
+        return symmetrise(self._sum / weight.view(-1, 1, 1)).cpu()
+
+
+def pool_query_group(x: Tensor, num_kv_heads: int) -> Tensor:
+    """Rows of the query heads that share a KV head, together.
+
+    [num_tokens, num_qo_heads, d] -> [num_kv_heads, num_tokens * kv_group_num, d]; query head h reads KV head
+    h // kv_group_num, as in every grouped-query model.
+    """
+    grouped = x.unflatten(1, (num_kv_heads, -1))  # [num_tokens, num_kv_heads, kv_group_num, d]
+    return grouped.transpose(0, 1).flatten(1, 2)
+
+
+def symmetrise(x: Tensor) -> Tensor:
+    """Mean of a [..., d, d] matrix and its transpose: rounding may leave a product unsymmetric in the last bit."""
+    return (x + x.mT) / 2
+
+
+def check_finite(x: Tensor, layer_id: int, side: str) -> None:
+    """Raise NonFiniteError, naming layer and side, if x holds NaN or infinity."""
+    if not torch.isfinite(x).all():
+        raise NonFiniteError(
+            f"layer {layer_id}, {side}: expected finite numbers, got NaN or infinity; check the weights, or try --dtype float32"
+        )

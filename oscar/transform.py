@@ -1,0 +1,197 @@
+"""Methods: small pure functions from statistics to matrices. Row-vector convention throughout: x is stored as x @ T.
+
+The paper's transform is T = U H P (METHOD 1.4):
+
+    U  eigenvectors of the target second moment as columns, ascending eigenvalues
+    H  an orthogonal matrix with entries of equal magnitude, so that every channel of x U H has the same diagonal in
+       the metric (Lemma 1): no channel matters more than another, and four levels fit all alike
+    P  output channel r(i) is channel d-1-i of x U H, r the bit reversal: it spreads neighbours over groups
+
+The K target is C_q, the V target the score-weighted V. Everything is float64 on the CPU with eigenvector signs fixed:
+the same statistics give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from oscar import config
+from oscar.statistics import LayerStatistics, symmetrise
+
+Transforms = tuple[Tensor, Tensor]
+"""k_transform [num_kv_heads, head_dim, head_dim], v_transform [num_kv_heads, v_head_dim, v_head_dim], float64."""
+
+
+def identity(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
+    """No transform: plain 2-bit, the control every method has to beat. share_heads changes nothing."""
+    return tuple(_same_for_heads(torch.eye(d, dtype=torch.float64), statistics) for d in _dims(statistics))
+
+
+def hadamard(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
+    """The equaliser alone, data-free. share_heads changes nothing. Source: QuaRot, arXiv 2404.00456."""
+    return tuple(_same_for_heads(equaliser(d), statistics) for d in _dims(statistics))
+
+
+def oscar(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
+    """The paper's U H P with the targets of its public implementation: C_q for K, the `sst` surrogate for V.
+
+    Source: arXiv 2605.17757 and its public implementation (METHOD 1.3, 1.4). That one shares a matrix over the heads of
+    a layer, which can be fatal (METHOD 0.7); here a KV head has its own unless share_heads is set.
+    """
+    return rotate(statistics.q_moment, share_heads), rotate(statistics.v_surrogate_moment, share_heads)
+
+
+def oscar_softmax(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
+    """U H P with the V target as the paper writes it: V^T S^T S V, S the causal softmax. Source: arXiv 2605.17757."""
+    return rotate(statistics.q_moment, share_heads), rotate(statistics.v_score_moment, share_heads)
+
+
+def raw(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
+    """U H P of K^T K and V^T V, the reconstruction targets that the paper ablates against. Source: arXiv 2605.17757."""
+    return rotate(statistics.k_moment, share_heads), rotate(statistics.v_moment, share_heads)
+
+
+METHODS: dict[str, Callable[[LayerStatistics, bool], Transforms]] = {
+    "oscar": oscar,
+    "oscar-softmax": oscar_softmax,
+    "raw": raw,
+    "hadamard": hadamard,
+    "identity": identity,
+}
+DATA_FREE = frozenset({"hadamard", "identity"})
+"""Methods that read only shapes: calibration skips the passes over the text."""
+
+NEEDS_SURROGATE = frozenset({"oscar"})
+"""Methods that read the surrogate V moment, which takes a second pass over the text."""
+
+
+def default_clip(method: str) -> tuple[float, float]:
+    """(k_clip, v_clip) quantiles of a method: the paper's, and 1 (nothing clipped) for plain 2-bit."""
+    return (1.0, 1.0) if method == "identity" else (config.DEFAULT_K_CLIP, config.DEFAULT_V_CLIP)
+
+
+def rotate(moment: Tensor, share_heads: bool = False, parts: str = "UHP") -> Tensor:
+    """Orthogonal transform of a second moment.
+
+    Args:
+        moment: [num_kv_heads, d, d] float64, symmetric and positive semidefinite.
+        share_heads: average the moments first, as they are: a head with more energy has more say (METHOD 1.3).
+        parts: factors in order, of U, H and P; "UHP" is the paper's, "U", "UP", "UH", "HP" are its ablations.
+    Returns:
+        [num_kv_heads, d, d] float64, T with x @ T.
+    Source: arXiv 2605.17757; METHOD 1.4.
+    """
+    num_kv_heads, d = moment.shape[0], moment.shape[-1]
+    if share_heads:
+        moment = moment.mean(0, keepdim=True)
+    result = torch.eye(d, dtype=torch.float64).expand(moment.shape[0], d, d)
+    for part in parts:
+        result = result @ {"U": eigenvectors, "H": lambda m: equaliser(d), "P": lambda m: permutation(d)}[part](moment)
+    return result.expand(num_kv_heads, d, d).contiguous()
+
+
+def eigenvectors(moment: Tensor) -> Tensor:
+    """Columns are eigenvectors, eigenvalues ascending; the largest entry of each (the first of equals) is positive.
+
+    [..., d, d] float64 symmetric -> [..., d, d] float64.
+    """
+    vectors = torch.linalg.eigh(symmetrise(moment.double().cpu())).eigenvectors
+    largest = vectors.abs().argmax(dim=-2, keepdim=True)
+    return vectors * vectors.gather(-2, largest).sign()
+
+
+@lru_cache
+def equaliser(d: int) -> Tensor:
+    """Orthogonal [d, d] float64 matrix whose entries are as equal in magnitude as we can make them.
+
+    A Hadamard matrix wherever one of these constructions gives one, all entries +-1/sqrt(d) and Lemma 1 exact:
+      d = 2^a               Sylvester's, in natural order, as the paper uses it
+      d = 2^a (q + 1)       Sylvester's (x) Paley's first for prime q = 3 mod 4: 80 = 4 x 20, 96 = 8 x 12, 192 = 16 x 12
+      d = 2^a 2(q + 1)      Sylvester's (x) Paley's second for a prime q = 1 mod 4: 112 = 4 x 28
+    so for every head_dim in use (64, 80, 96, 112, 128, 192, 256). Otherwise (d odd, or no such q) Sylvester's of the
+    even part (x) the discrete Hartley matrix cos + sin of the odd part m, whose entries stay below sqrt(2/m).
+
+    Do not write into the result: it is cached.
+    """
+    odd = d
+    while odd % 2 == 0:
+        odd //= 2
+    if odd == 1:
+        return sylvester(d)
+    order = odd * 4
+    while order <= d and d % order == 0:
+        if (core := _paley(order)) is not None:
+            return torch.kron(sylvester(d // order), core)
+        order *= 2
+    angle = torch.arange(odd, dtype=torch.float64) * (2 * torch.pi / odd)
+    turns = torch.arange(odd)[:, None] * torch.arange(odd)[None, :] % odd
+    hartley = (angle[turns].cos() + angle[turns].sin()) / odd**0.5
+    return torch.kron(sylvester(d // odd), hartley)
+
+
+def sylvester(d: int) -> Tensor:
+    """Sylvester's Hadamard matrix of a power of two in natural order, [[h, h], [h, -h]], scaled to be orthogonal."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while h.shape[0] < d:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)), 0)
+    return h / d**0.5
+
+
+def permutation(d: int) -> Tensor:
+    """P: [d, d] float64 with x P moving channel d-1-i to channel r(i), r(i) the bit reversal of i.
+
+    For d not a power of two, r lists the bit reversals of the next power of two that are below d, in order (the same
+    thing where d is one). With one group a row, P changes only which channels share a byte.
+    Source: METHOD 1.4.
+    """
+    bits = max(d - 1, 0).bit_length()
+    reversed_bits = [int(format(i, f"0{bits}b")[::-1], 2) for i in range(1 << bits)] if bits else [0]
+    target = [r for r in reversed_bits if r < d]
+    p = torch.zeros(d, d, dtype=torch.float64)
+    p[torch.arange(d - 1, -1, -1), torch.tensor(target)] = 1
+    return p
+
+
+def _paley(order: int) -> Tensor | None:
+    """Paley's Hadamard matrix of this order over a prime field, scaled to be orthogonal; None where no prime fits.
+
+    Source: R. E. A. C. Paley, On Orthogonal Matrices, J. Math. Phys. 12 (1933).
+    """
+    q = order - 1
+    if q % 4 == 3 and _is_prime(q):
+        skew = torch.zeros(order, order, dtype=torch.float64)
+        skew[0, 1:], skew[1:, 0], skew[1:, 1:] = 1, -1, _jacobsthal(q)
+        return (skew + torch.eye(order, dtype=torch.float64)) / order**0.5
+    q = order // 2 - 1
+    if q % 4 == 1 and _is_prime(q):
+        conference = torch.zeros(q + 1, q + 1, dtype=torch.float64)
+        conference[0, 1:], conference[1:, 0], conference[1:, 1:] = 1, 1, _jacobsthal(q)
+        off = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+        on = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+        one = torch.eye(q + 1, dtype=torch.float64)
+        return (torch.kron(conference, off) + torch.kron(one, on)) / order**0.5
+    return None
+
+
+def _jacobsthal(q: int) -> Tensor:
+    """[q, q] of quadratic characters of i - j modulo the prime q: 0, +1 for squares, -1 otherwise."""
+    character = torch.full((q,), -1.0, dtype=torch.float64)
+    character[torch.arange(q) ** 2 % q] = 1
+    character[0] = 0
+    return character[(torch.arange(q)[:, None] - torch.arange(q)[None, :]) % q]
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % i for i in range(2, int(n**0.5) + 1))
+
+
+def _dims(statistics: LayerStatistics) -> tuple[int, int]:
+    return statistics.k_moment.shape[-1], statistics.v_moment.shape[-1]
+
+
+def _same_for_heads(matrix: Tensor, statistics: LayerStatistics) -> Tensor:
+    return matrix.expand(statistics.k_moment.shape[0], *matrix.shape).contiguous()

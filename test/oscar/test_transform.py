@@ -1,0 +1,140 @@
+"""Transforms: the paper's U H P to the letter, Lemma 1, ragged head dimensions, per head against shared."""
+
+import pytest
+import torch
+
+from oscar import transform
+from oscar.codec import RowFormat, decode, encode
+from oscar.statistics import LayerStatistics
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+ODD_DIMS = (4, 20, 28, 36, 100, 7, 30)
+
+
+def random_moment(heads: int, d: int, seed: int = 0) -> torch.Tensor:
+    """[heads, d, d] float64, eigenvalues over four decades, eigenvectors of their own for each head."""
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(heads, d, d, generator=generator, dtype=torch.float64)).Q
+    return (basis * torch.logspace(-2, 2, d, dtype=torch.float64)) @ basis.mT
+
+
+def statistics_of(moment: torch.Tensor) -> LayerStatistics:
+    return LayerStatistics(100, moment, moment, moment[:, 0], moment, moment[:, 0], moment, moment)
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS + ODD_DIMS)
+def test_equaliser(d):
+    h = transform.equaliser(d)
+    torch.testing.assert_close(h @ h.T, torch.eye(d, dtype=torch.float64), atol=1e-12, rtol=0)
+    bound = 1 if d in HEAD_DIMS else 2**0.5  # a Hadamard matrix for every head_dim in use
+    assert h.abs().max() * d**0.5 <= bound + 1e-12
+
+
+def test_sylvester_is_natural_order():
+    expected = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
+    assert torch.equal(transform.equaliser(4), expected.double())
+    row, column = torch.arange(64)[:, None], torch.arange(64)[None, :]
+    bits = sum((row >> b & column >> b & 1) for b in range(6))
+    assert torch.equal(transform.equaliser(64), (1 - 2 * (bits % 2)).double() / 8)
+
+
+def test_permutation_by_hand():
+    # d = 8: bit reversal r = 0 4 2 6 1 5 3 7; output channel j is channel 7 - r(j).
+    x = torch.arange(8, dtype=torch.float64)
+    assert (x @ transform.permutation(8)).tolist() == [7, 3, 5, 1, 6, 2, 4, 0]
+    # d = 6: the reversals of 0..7 below six are 0 4 2 1 5 3; channel 5 - i goes to the i-th of them.
+    assert (torch.arange(6, dtype=torch.float64) @ transform.permutation(6)).tolist() == [5, 2, 3, 0, 4, 1]
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS + ODD_DIMS)
+def test_permutation(d):
+    p = transform.permutation(d)
+    assert (p.sum(0) == 1).all() and (p.sum(1) == 1).all() and ((p == 0) | (p == 1)).all()
+
+
+@pytest.mark.parametrize("d", (64, 80, 96, 128))
+def test_paper_transform(d):
+    moment = random_moment(2, d)
+    t = transform.rotate(moment)
+    torch.testing.assert_close(t @ t.mT, torch.eye(d, dtype=torch.float64).expand(2, d, d), atol=1e-10, rtol=0)
+
+    # Lemma 1: every coordinate carries the same importance, the mean eigenvalue.
+    diagonal = torch.diagonal(t.mT @ moment @ t, dim1=1, dim2=2)
+    mean = torch.diagonal(moment, dim1=1, dim2=2).mean(1, keepdim=True)
+    torch.testing.assert_close(diagonal, mean.expand(2, d), atol=1e-9, rtol=1e-9)
+
+    # Factor by factor: U has ascending eigenvalues and H and P are the fixed matrices.
+    u = transform.eigenvectors(moment)
+    values = torch.diagonal(u.mT @ moment @ u, dim1=1, dim2=2)
+    assert (values.diff(dim=1) > 0).all()
+    torch.testing.assert_close(t, u @ transform.equaliser(d) @ transform.permutation(d), atol=1e-12, rtol=0)
+    for parts in ("U", "UP", "UH", "HP"):
+        part = transform.rotate(moment, parts=parts)
+        torch.testing.assert_close(part @ part.mT, t @ t.mT, atol=1e-10, rtol=0)
+
+
+def test_signs_are_fixed():
+    moment = random_moment(3, 16)
+    u = transform.eigenvectors(moment)
+    assert (u.gather(1, u.abs().argmax(1, keepdim=True)) > 0).all()
+    assert torch.equal(u, transform.eigenvectors(moment.clone()))
+
+
+def test_sharing_averages_the_moments_as_they_are():
+    moment = random_moment(2, 16) * torch.tensor([1.0, 100.0], dtype=torch.float64).view(2, 1, 1)
+    shared = transform.rotate(moment, share_heads=True)
+    assert torch.equal(shared[0], shared[1])
+    torch.testing.assert_close(shared[:1], transform.rotate(moment.mean(0, keepdim=True)), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("method", sorted(transform.METHODS))
+@pytest.mark.parametrize("share_heads", [False, True])
+def test_methods(method, share_heads):
+    k, v = random_moment(2, 64), random_moment(2, 32, seed=1)
+    statistics = LayerStatistics(100, k, k, k[:, 0], v, v[:, 0], v, v)
+    for matrix, d in zip(transform.METHODS[method](statistics, share_heads), (64, 32), strict=True):
+        assert matrix.shape == (2, d, d) and matrix.dtype == torch.float64 and matrix.is_contiguous()
+        torch.testing.assert_close(matrix @ matrix.mT, torch.eye(d).double().expand(2, d, d), atol=1e-10, rtol=0)
+
+
+def test_targets_are_not_swapped():
+    names = ("q_moment", "k_moment", "v_moment", "v_score_moment", "v_surrogate_moment")
+    moment = {name: random_moment(1, 16, seed=i) for i, name in enumerate(names)}
+    statistics = LayerStatistics(1, k_mean=moment["k_moment"][:, 0], v_mean=moment["v_moment"][:, 0], **moment)
+    expected = {
+        "oscar": ("q_moment", "v_surrogate_moment"),
+        "oscar-softmax": ("q_moment", "v_score_moment"),
+        "raw": ("k_moment", "v_moment"),
+    }
+    for method, sides in expected.items():
+        for found, name in zip(transform.METHODS[method](statistics, False), sides, strict=True):
+            assert torch.equal(found, transform.rotate(moment[name]))
+
+
+def test_per_head_halves_the_error_of_unrelated_heads():
+    """Two heads, each with one strong direction of its own, as trained key heads have.
+
+    In its own basis U H P turns a strong direction into equal magnitudes, which a four-level grid meets; in the other
+    head's basis it stays spread like noise.
+    """
+    d, generator = 64, torch.Generator().manual_seed(3)
+    fmt, clip = RowFormat(d), torch.full((2,), 0.96)
+    spread = torch.full((d,), 0.004, dtype=torch.float64)
+    spread[-1] = 1
+    basis = torch.linalg.qr(torch.randn(2, d, d, generator=generator, dtype=torch.float64)).Q
+    x = (torch.randn(2, 2000, d, generator=generator, dtype=torch.float64) * spread) @ basis.mT
+    moment = x.mT @ x / 2000
+
+    def error(share_heads: bool) -> float:
+        t = transform.rotate(moment, share_heads)
+        rows = (x @ t).transpose(0, 1).float()
+        back = decode(encode(rows, fmt, clip), fmt).transpose(0, 1).double() @ t.mT
+        return ((back - x).norm() / x.norm()).item()
+
+    assert error(False) <= error(True) / 2
+
+
+def test_same_statistics_same_bytes():
+    statistics = statistics_of(random_moment(2, 80))
+    once, again = (transform.oscar(statistics, False) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
