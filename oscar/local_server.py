@@ -88,6 +88,10 @@ class LocalServer:
         answer.raise_for_status()
         return answer.json()
 
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes; raises requests.HTTPError while requests run."""
+        requests.post(self.url + "/flush_cache", timeout=60).raise_for_status()
+
     def info(self) -> dict:
         """/server_info."""
         return requests.get(self.url + "/server_info", timeout=60).json()
