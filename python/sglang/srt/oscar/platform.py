@@ -1,0 +1,121 @@
+"""SGLang on a plain CPU: an out-of-tree platform that needs neither sgl_kernel nor Triton.
+
+Used where there is no accelerator or `--device cpu` is asked (`early.activate` decides), for stock 16-bit serving and for
+`--kv-quant oscar` alike. SGLang's own CPU platform needs an AMX build of sgl_kernel that is on no package registry.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+logger = logging.getLogger(__name__)
+
+BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+"""SGLang's variable for the cores of each rank, e.g. "0,1|2,3"."""
+MAX_RUNNING_REQUESTS = 64
+"""Requests at once where the user says nothing. SGLang reserves rows for 2048 and more, which no CPU serves."""
+POOL_SHARE = 0.4
+"""Part of the memory left after the weights that the KV pools of all ranks may take."""
+POOL_CAP = 2 * 2**30
+"""Bytes that the pools take at most; a tenth of the machine or as much as the weights, where that is more. SGLang fills 16-bit
+pools with zeros at start: 4.2 GB took 12.6 s on 2 busy cores, with no request to use them."""
+WORKERS = 2 * 2**30
+"""Bytes that the processes themselves take between argument resolution and the measurement in the worker."""
+
+
+class OscarCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """PyTorch kernels on the CPU. Fused operators take their `forward_native`."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_device(self, device_id: int = 0) -> str:
+        """The string that `ServerArgs.device` wants; the mixin returns a `torch.device`."""
+        return "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def is_pin_memory_available(self, device=None) -> bool:
+        return False
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Defaults for a machine that is shared with other programs; what the user gave stays."""
+        if server_args.max_running_requests is None and server_args.kv_quant == "none":
+            # With --kv-quant oscar the memory for the 16-bit windows decides (hooks.py).
+            server_args.max_running_requests = MAX_RUNNING_REQUESTS
+        if server_args.mem_fraction_static is None:
+            fraction = memory_fraction(server_args)
+            if fraction is not None:
+                server_args.mem_fraction_static = fraction
+
+
+def memory_fraction(server_args: Any) -> float | None:
+    """`--mem-fraction-static` for a CPU: the weights plus a KV pool a rank, as a part of the memory that is free now.
+
+    Returns:
+        In (0, 1); None where the weights are not on disk or do not fit, which is left to SGLang.
+    """
+    import psutil
+    from sglang.srt.utils.common import get_free_cpu_memory
+
+    weights = weight_bytes(server_args.model_path)
+    if not weights:
+        return None
+    if server_args.dtype in ("float", "float32"):
+        weights *= 2
+    nodes = numa_nodes()
+    ranks = server_args.dp_size * server_args.tp_size * server_args.pp_size
+    weights *= server_args.dp_size
+    free = get_free_cpu_memory() - WORKERS
+    pools = min(POOL_SHARE * (free - weights), max(POOL_CAP, psutil.virtual_memory().total // 10, weights))
+    if pools <= 0:
+        return None
+    # SGLang measures the whole machine divided by its NUMA nodes and takes the fraction of that once a rank; every rank
+    # sees the weights of all ranks of its node as used.
+    fraction = round(min(0.95, (weights / nodes + pools / ranks) / (free / nodes)), 3)
+    logger.info(
+        "oscar: on the CPU the KV cache may take %.1f of %.1f GiB free (--mem-fraction-static %.3f to change)",
+        pools / 2**30,
+        free / 2**30,
+        fraction,
+    )
+    return fraction
+
+
+def weight_bytes(model_path: str) -> int:
+    """Size of the weight files in a model folder; 0 where it is not a folder."""
+    folder = Path(model_path)
+    for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf"):
+        sizes = [file.stat().st_size for file in folder.glob(pattern) if file.name != "oscar.safetensors"]
+        if sizes:
+            return sum(sizes)
+    return 0
+
+
+def numa_nodes() -> int:
+    """NUMA nodes with cores, as SGLang counts them."""
+    from sglang.srt.utils.common import get_cpu_ids_by_node
+
+    return max(1, len(get_cpu_ids_by_node()))
+
+
+def cores_by_rank(ranks: int) -> str:
+    """The cores this process may use, in `ranks` even parts, in SGLang's notation; with fewer cores they are shared."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < ranks:
+        return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    share, rest = divmod(len(cores), ranks)
+    parts, start = [], 0
+    for rank in range(ranks):
+        end = start + share + (rank < rest)
+        parts.append(",".join(map(str, cores[start:end])))
+        start = end
+    return "|".join(parts)
