@@ -142,7 +142,7 @@ def test_churn_reads_no_stale_row_and_leaks_nothing(int2, prompts):
 
 
 def test_a_request_does_not_feel_its_neighbours(int2, prompts):
-    """Alone and among others: what is stored, and so what is answered, is the same. Prompts without a common beginning, whole in
+    """Alone and among others: what is stored, and so what is answered, is the same. The prompts have no common beginning and fit
     one chunk: what a prompt reads in 2 bits depends on chunks and prefix hits (docs/serving.md)."""
     int2.flush_cache()
     alone = [ask(int2, ids)[0] for ids in prompts[16:]]
