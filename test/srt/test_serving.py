@@ -114,6 +114,14 @@ def test_lossless_equals_stock_through_retraction(model, artifact, prompts, stoc
         assert re.search("[Rr]etract", server.log.read_text()), "nothing was retracted: this test shows nothing"
 
 
+def test_lossless_equals_stock_on_two_ranks(model, artifact, prompts, stock):
+    """Each rank transforms and stores its own KV head."""
+    flags = (*OSCAR, "--oscar-artifact", artifact, "--oscar-codec", "lossless", "--max-total-tokens", "16384", "--tp", "2")
+    with LocalServer(model, *COMMON, *flags) as server:
+        assert_equal(ask_together(server, prompts), stock["plain"], "tensor parallel 2")
+        assert server.info()["internal_states"][0]["oscar"]["bytes_per_token"] == 4 * 1 * 2 * 512 + 4
+
+
 @pytest.fixture(scope="module")
 def int2(model, artifact):
     """A 2-bit server with a small pool and debug checks on."""
@@ -142,8 +150,8 @@ def test_churn_reads_no_stale_row_and_leaks_nothing(int2, prompts):
 
 
 def test_a_request_does_not_feel_its_neighbours(int2, prompts):
-    """Alone and among others: what is stored, and so what is answered, is the same. The prompts have no common beginning and fit
-    one chunk: what a prompt reads in 2 bits depends on chunks and prefix hits (docs/serving.md)."""
+    """Alone and among others: what is stored, and so what is answered, is the same. The prompts have no common beginning and
+    fit one chunk: what a prompt reads in 2 bits depends on chunks and prefix hits (docs/serving.md)."""
     int2.flush_cache()
     alone = [ask(int2, ids)[0] for ids in prompts[16:]]
     int2.flush_cache()
