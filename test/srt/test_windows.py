@@ -4,7 +4,9 @@ import random
 
 import pytest
 import torch
-from sglang.srt.oscar.windows import Windows, rows_per_request
+from sglang.srt.oscar.windows import Windows
+
+from oscar.sizing import window_rows
 
 SINK, RECENT, REQUESTS, SLOTS = 4, 8, 6, 400
 
@@ -166,7 +168,7 @@ def test_windows_may_be_off(sink, recent):
     loc = torch.arange(1, 21)
     rows = windows.assign(torch.full((20,), 1), torch.arange(20), torch.full((20,), 20), loc, sink)
     assert int((rows != windows.no_row).sum()) == sink + recent
-    assert windows.num_rows == 3 * rows_per_request(sink, recent)
+    assert windows.num_rows == 3 * window_rows(sink, recent)
 
 
 def test_padded_rows_write_nowhere():

@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 from sglang.srt.oscar.runtime import Runtime
 from sglang.srt.oscar.windows import Windows
 
+from oscar import sizing
 from oscar_kernel import LayerCache, LayerCodec, store_kv
 
 logger = logging.getLogger(__name__)
@@ -128,14 +129,14 @@ def pool_class(runtime: Runtime) -> type[OscarTokenToKVPool]:
 def describe(pool: OscarTokenToKVPool) -> dict:
     """Figures of both stores on this rank, for the start line, /server_info and metrics; sizes in bytes and tokens."""
     runtime, windows = pool.runtime, pool.windows
-    dims = runtime.artifact.model.head_dim + runtime.artifact.model.v_head_dim
+    head_dims = runtime.artifact.model.head_dim, runtime.artifact.model.v_head_dim
     return {
         "mode": runtime.settings.codec,
         "method": runtime.artifact.method,
         "artifact": runtime.settings.artifact_path,
-        "bits_per_element": 8 * (runtime.k_format.row_bytes + runtime.v_format.row_bytes) / dims,
+        "bits_per_element": sizing.bits_per_element(runtime.k_format, runtime.v_format),
         "bytes_per_token": runtime.bytes_per_token(pool.layer_num, pool.head_num),
-        "bytes_per_token_bf16": 2 * pool.layer_num * pool.head_num * dims,
+        "bytes_per_token_bf16": sizing.bytes_per_token_16_bit(pool.layer_num, pool.head_num, *head_dims),
         "tokens": pool.size,
         "pool_bytes": pool.pool_bytes(),
         "window_bytes": pool.window_bytes(),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from sglang.srt.oscar.resolve import OscarSettings, settings_of
-from sglang.srt.oscar.windows import rows_per_request
 
+from oscar import sizing
 from oscar.artifact import Artifact, load
 from oscar.codec import LosslessFormat, RowFormat
 from oscar_kernel import LayerCodec
@@ -42,13 +42,13 @@ class Runtime:
 
     def bytes_per_token(self, num_layers: int, num_kv_heads: int) -> int:
         """Bytes of one token in the pool on one rank, the slot's map entry included."""
-        return num_layers * num_kv_heads * (self.k_format.row_bytes + self.v_format.row_bytes) + MAP_BYTES
+        return sizing.bytes_per_token(num_layers, num_kv_heads, self.k_format, self.v_format)
 
     def bytes_per_request(self, num_layers: int, num_kv_heads: int) -> int:
         """Bytes that one request slot adds to the windows on one rank."""
-        model = self.artifact.model
-        row = num_layers * num_kv_heads * (model.head_dim + model.v_head_dim) * self.window_dtype.itemsize
-        return rows_per_request(self.settings.sink_tokens, self.settings.recent_tokens) * (row + 8)
+        head_dims = self.artifact.model.head_dim, self.artifact.model.v_head_dim
+        windows = self.settings.sink_tokens, self.settings.recent_tokens
+        return sizing.bytes_per_request(num_layers, num_kv_heads, *head_dims, *windows, self.window_dtype.itemsize)
 
     def layer_codec(self, layer_id: int, heads: slice, device: str, fold_v: bool) -> LayerCodec:
         """Transforms of one layer for the KV heads of this rank.

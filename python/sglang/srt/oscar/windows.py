@@ -19,16 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oscar.sizing import SINK_SHARE
 from oscar_kernel import ReadPlan, plan_read
-
-SINK_SHARE = 2
-"""Sink rows per request slot, in units of sink_tokens: one for the request that runs, one for a finished prefix that is still
-in the radix cache."""
-
-
-def rows_per_request(sink_tokens: int, recent_tokens: int) -> int:
-    """16-bit rows that one request slot adds to the windows."""
-    return recent_tokens + SINK_SHARE * sink_tokens
 
 
 @dataclass
