@@ -4,6 +4,8 @@ Tensors, for each layer i: `layers.{i}.k_transform` [num_kv_heads, head_dim, hea
 [num_kv_heads, v_head_dim, v_head_dim] (float32, rows are vectors: x @ T), `layers.{i}.k_clip`, `layers.{i}.v_clip`
 [num_kv_heads] float32, and optionally `k_mean`, `v_mean` [num_kv_heads, head_dim] and `k_levels`, `v_levels` [num_kv_heads, 4].
 Only T is stored; what queries and outputs need (T^-T and T^-1) follows from it when it is loaded.
+
+The header keeps a digest of every field and every tensor: a file with anything changed is refused, and the sentence names what.
 """
 
 from __future__ import annotations
@@ -103,14 +105,17 @@ class ModelIdentity:
             weight_digest=None,
         )
 
-    def difference(self, other: ModelIdentity) -> str | None:
-        """Name and both values of the first field that differs, or None. An unknown weight digest matches any."""
+    def difference(self, other: ModelIdentity, whose: str = "artifact") -> str | None:
+        """Name and both values of the first field that differs, or None. An unknown weight digest matches any.
+
+        whose: what self belongs to, for the sentence.
+        """
         for f in dataclasses.fields(self):
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
             if f.name in ("config_hash", "weight_digest") and None in (mine, theirs):
                 continue
             if mine != theirs:
-                return f"{f.name} is {_short(mine)} in the artifact and {_short(theirs)} in the model"
+                return f"{f.name} is {_short(mine)} in the {whose} and {_short(theirs)} in the model"
         return None
 
 
@@ -131,6 +136,30 @@ class LayerTransforms:
     v_mean: Tensor | None = None
     k_levels: Tensor | None = None
     v_levels: Tensor | None = None
+
+    def of_heads(self, heads: slice) -> LayerTransforms:
+        """The part of these KV heads, as views; every tensor has the heads first."""
+        return LayerTransforms(**{name: None if x is None else x[heads] for name, x in vars(self).items()})
+
+
+def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> slice:
+    """KV heads of one tensor-parallel rank; with more ranks than heads each head lives on several ranks.
+
+    Args:
+        num_kv_heads: KV heads of the whole model.
+        tp_rank, tp_size: 0 <= tp_rank < tp_size.
+    Raises:
+        ValueError: neither number divides the other, or there is no such rank.
+    """
+    if not 0 <= tp_rank < tp_size:
+        raise ValueError(f"kv_heads_of_rank: expected a rank from 0 to {tp_size - 1}, got {tp_rank}")
+    if num_kv_heads % tp_size == 0:
+        per_rank = num_kv_heads // tp_size
+        return slice(tp_rank * per_rank, (tp_rank + 1) * per_rank)
+    if tp_size % num_kv_heads == 0:
+        head = tp_rank // (tp_size // num_kv_heads)
+        return slice(head, head + 1)
+    raise ValueError(f"--tp {tp_size} must divide the model's {num_kv_heads} KV heads or be a multiple of them")
 
 
 @dataclass
@@ -167,6 +196,11 @@ class Artifact:
         group_size = self.model.v_head_dim if self.group_size == self.model.head_dim else self.group_size
         return RowFormat(self.model.v_head_dim, group_size, self.meta_dtype)
 
+    def of_rank(self, tp_rank: int, tp_size: int) -> dict[int, LayerTransforms]:
+        """layer_id -> what one tensor-parallel rank serves with. Raises ValueError as `kv_heads_of_rank` does."""
+        heads = kv_heads_of_rank(self.model.num_kv_heads, tp_rank, tp_size)
+        return {layer_id: layer.of_heads(heads) for layer_id, layer in self.layers.items()}
+
 
 _HEADER_FIELDS = ("method", "group_size", "meta_dtype", "sink_tokens", "recent_tokens", "num_tokens", "provenance")
 
@@ -186,15 +220,33 @@ def save(artifact: Artifact, path: str | Path) -> None:
     }
     header = {name: getattr(artifact, name) for name in _HEADER_FIELDS}
     header |= {"format_version": FORMAT_VERSION, "model": dataclasses.asdict(artifact.model)}
-    header["tensor_digest"] = _tensor_digest(tensors)
-    header["header_digest"] = hashlib.sha256(_json_bytes(header)).hexdigest()
     _check(artifact, path)
-    data = safetensors_save(tensors, metadata={"oscar": _json_bytes(header).decode()})
+    write_whole(path, safetensors_save(tensors, metadata={"oscar": seal(header, tensors)}), "artifact")
+
+
+def seal(header: dict, tensors: dict[str, Tensor]) -> str:
+    """The header as JSON with the digests that `read_checked` checks: of all tensors, of each field, and of the header."""
+    header = header | {"tensor_digest": _tensor_digest(tensors)}
+    header["digests"] = _digests(header, tensors)
+    header["header_digest"] = hashlib.sha256(_json_bytes(header)).hexdigest()
+    return _json_bytes(header).decode()
+
+
+def write_whole(path: Path, data: bytes, what: str) -> None:
+    """Write a file that appears whole or not at all, whatever interrupts.
+
+    Args:
+        path: where; missing folders are made.
+        data: its bytes.
+        what: what it is, for the sentence.
+    Raises:
+        ArtifactError: the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
-        raise ArtifactError(f"{path}: cannot write the artifact: {error.strerror}; choose another place") from error
+        raise ArtifactError(f"{path}: cannot write the {what}: {error.strerror}; choose another place") from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -206,7 +258,7 @@ def save(artifact: Artifact, path: str | Path) -> None:
         Path(temporary).unlink(missing_ok=True)
         if isinstance(error, OSError):
             need = f"{len(data) / 2**20:.1f} MiB are needed"
-            raise ArtifactError(f"{path}: cannot write the artifact: {error.strerror}; {need}") from error
+            raise ArtifactError(f"{path}: cannot write the {what}: {error.strerror}; {need}") from error
         raise
 
 
@@ -223,24 +275,7 @@ def load(path: str | Path, model: ModelIdentity | None = None) -> Artifact:
     again = "run `oscar calibrate` again"
     if not path.is_file():
         raise ArtifactError(f"{path}: expected an artifact file, found none; make one with `oscar calibrate`")
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError) as error:
-        raise ArtifactError(f"{path}: not a whole safetensors file ({error}); {again}") from error
-    try:
-        header = json.loads(metadata["oscar"])
-        version = header["format_version"]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ArtifactError(f"{path}: expected an OSCAR artifact, found no readable OSCAR header; {again}") from error
-    if version != FORMAT_VERSION:
-        raise ArtifactError(f"{path}: format version {version}, this build reads {FORMAT_VERSION}; {again}")
-    digest = header.pop("header_digest", None)
-    if digest != hashlib.sha256(_json_bytes(header)).hexdigest():
-        raise ArtifactError(f"{path}: header was changed after it was written (header_digest differs); {again}")
-    if header.get("tensor_digest") != _tensor_digest(tensors):
-        raise ArtifactError(f"{path}: tensors were changed after they were written (tensor_digest differs); {again}")
+    header, tensors = read_checked(path, "oscar", "OSCAR artifact", FORMAT_VERSION, again)
     try:
         identity = ModelIdentity(**header["model"])
         layers: dict[int, dict[str, Tensor]] = {}
@@ -264,6 +299,48 @@ def load(path: str | Path, model: ModelIdentity | None = None) -> Artifact:
     if model is not None and (difference := identity.difference(model)):
         raise ArtifactError(f"{path}: made for another model: {difference}; run `oscar calibrate` for this model")
     return artifact
+
+
+def read_checked(path: Path, key: str, what: str, version: int, again: str) -> tuple[dict, dict[str, Tensor]]:
+    """Header and tensors of a file that `save` or a sibling wrote, every byte of it checked.
+
+    Args:
+        path: the file, which exists.
+        key: metadata entry that holds the JSON header.
+        what: what it should be, for the sentence.
+        version: the one format version that is read.
+        again: what the user can do about a bad file.
+    Returns:
+        (header without its own digest, name -> tensor).
+    Raises:
+        ArtifactError: not such a file, cut, changed (what was changed is named), or of another version.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path}: not a whole safetensors file ({error}); {again}") from error
+    try:
+        header = json.loads(metadata[key])
+        found = header["format_version"]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ArtifactError(f"{path}: expected an {what}, found no readable OSCAR header; {again}") from error
+    if found != version:
+        raise ArtifactError(f"{path}: format version {found}, this build reads {version}; {again}")
+    as_written = _json_bytes(header).decode() == metadata[key]
+    digest = header.pop("header_digest", None)
+    changed = _changed(header, tensors)
+    if digest != hashlib.sha256(_json_bytes(header)).hexdigest():
+        names = [name for name in changed if not name.startswith("layers.")]
+        one = f"{', '.join(names)} was changed" if names else "header was changed"
+        raise ArtifactError(f"{path}: {one} after it was written (header_digest differs); {again}")
+    if header.get("tensor_digest") != _tensor_digest(tensors):
+        one = f"{', '.join(changed[:3])} was changed" if changed else "tensors were changed"
+        raise ArtifactError(f"{path}: {one} after it was written (tensor_digest differs); {again}")
+    if not as_written or not _canonical(path):
+        raise ArtifactError(f"{path}: spelling of the header was changed after it was written; {again}")
+    return header, tensors
 
 
 def cache_path(model: ModelIdentity) -> Path:
@@ -335,10 +412,43 @@ def _weight_digest(folder: Path) -> str | None:
 def _tensor_digest(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+        _feed(digest, name, tensors[name])
     return digest.hexdigest()
+
+
+def _feed(digest, name: str, tensor: Tensor) -> None:
+    tensor = tensor.contiguous()
+    digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}\n".encode())
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _digests(header: dict, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """16 hex digits for every header field, fields of the model one by one, and every tensor."""
+    fields = {name: value for name, value in header.items() if name not in ("model", "digests", "tensor_digest")}
+    fields |= {f"model.{name}": value for name, value in header.get("model", {}).items()}
+    result = {name: hashlib.sha256(_json_bytes(value)).hexdigest()[:16] for name, value in fields.items()}
+    for name, tensor in tensors.items():
+        digest = hashlib.sha256()
+        _feed(digest, name, tensor)
+        result[name] = digest.hexdigest()[:16]
+    return result
+
+
+def _changed(header: dict, tensors: dict[str, Tensor]) -> list[str]:
+    """Names of header fields and tensors that are not as they were written, sorted."""
+    before, model = header.get("digests"), header.get("model", {})
+    if not isinstance(before, dict) or not isinstance(model, dict):
+        return []
+    now = _digests(header, tensors)
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+
+
+def _canonical(path: Path) -> bool:
+    """Whether the file's own JSON is spelled as the library spells it: nothing is hidden in spaces and escapes."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        text = file.read(size).decode()
+    return json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False) == text.rstrip(" ")
 
 
 def _json_bytes(value) -> bytes:

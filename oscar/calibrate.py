@@ -2,37 +2,38 @@
 
     1. read the model's identity and refuse what cannot work, before any weight is read
     2. load the model; take the user's text or let the model write some; hold a tenth back
-    3. pass 1 over the text: second moments            (skipped by methods that need no data)
-    4. pass 2 over the text: the surrogate's weighted V (only for the method that uses it)
-    5. statistics -> matrices
-    6. held-out text: what 2 bits cost, layer by layer
+    3. one pass over the text: second moments (skipped by methods that need no data; `oscar-surrogate` takes two); or read
+       saved ones instead of 2 and 3
+    4. statistics -> matrices
+    5. if asked, half of the held-out text: the clip quantiles that change attention's output least
+    6. the (other half of the) held-out text: what 2 bits cost, layer by layer
 
 No activation is stored; memory is the model, one forward pass and O(layers * heads * head_dim^2) sums.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import importlib.util
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import oscar
-from oscar import config, text, transform
+from oscar import clip_search, config, saved_statistics, sglang_capture, sources, text, transform
 from oscar.artifact import Artifact, ArtifactError, LayerTransforms, ModelIdentity
 from oscar.capture import LayerCapture, UnsupportedModelError, capturing, check_supported
 from oscar.codec import RowFormat
 from oscar.heldout import LayerErrorSums, total
-from oscar.statistics import LayerStatistics, MomentSums, NonFiniteError, SurrogateSums
+from oscar.load_model import DTYPES, LoadError, first_line, load_model, load_tokenizer
+from oscar.progress import Steps
+from oscar.saved_statistics import Statistics, mix, token_digest
+from oscar.statistics import LayerStatistics, MomentSums, NonFiniteError, SurrogateSums, output_moment
 from oscar.text import Sequence, TextError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CLIPS = ("paper", "search")
+BACKENDS = ("hf", "sglang")
 MIN_TOKENS_PER_DIM = 2
 """Fewest tokens a head dimension: below one the value moment is singular whatever the text."""
 
@@ -41,7 +42,15 @@ class CalibrationError(ValueError):
     """Calibration cannot go on, as one sentence for the user."""
 
 
-CALIBRATION_ERRORS = (ArtifactError, CalibrationError, NonFiniteError, TextError, UnsupportedModelError)
+CALIBRATION_ERRORS = (
+    ArtifactError,
+    CalibrationError,
+    LoadError,
+    NonFiniteError,
+    TextError,
+    UnsupportedModelError,
+    sglang_capture.EngineError,
+)
 """What `calibrate` raises for input that cannot work; each message is one sentence to print as it is."""
 
 
@@ -51,19 +60,25 @@ class CalibrationOptions:
 
     Attributes:
         model: model folder, Hugging Face layout.
-        text: UTF-8 text files; none: the model writes its own text.
-        tokens: budget over all text, held-out part included, spread evenly over files.
+        text: text files, "FILE" or "FILE:TOKENS" each (see `oscar.sources`); none: the model writes its own text.
+        tokens: budget over all text, held-out part included; where every file has a budget of its own, their sum counts.
         method: a name in `transform.METHODS`.
         share_heads: one transform for all KV heads of a layer, as the public implementation has it.
         group_size: elements that share a centre and a step; None: head_dim.
         meta_dtype: type of centre and step.
-        k_clip, v_clip: quantile of |x| in (0, 1]; None: the method's own.
+        clip: "paper": the method's fixed quantiles; "search": chosen per layer, head and side on held-out text.
+        k_clip, v_clip: fixed quantile of |x| in (0, 1] for one side; None: the method's own.
         sink_tokens, recent_tokens: windows recorded and used to measure the error as served.
         max_length: longest sequence in tokens; the model's context length caps it.
-        seed: of the text that the model writes.
+        seed: of the text that the model writes, and of the order in which JSON lines are taken.
         dtype: "float32", "bfloat16", "float16" or "auto": the checkpoint's own on an accelerator; on CPU float32 if the
             model then fits in half of the machine's memory.
         device: a torch device or "auto": the accelerator if there is one.
+        backend: "hf": Transformers runs the model; "sglang": SGLang does (see `oscar.sglang_capture`).
+        tp: tensor-parallel ranks of SGLang.
+        engine: further arguments of SGLang's engine, (name, value) pairs.
+        save_stats: also write the statistics to this file.
+        from_stats: take statistics and held-out text from this file instead of `text`, `tokens`, `max_length` and `seed`.
         progress: draw a progress bar on stderr.
     """
 
@@ -74,6 +89,7 @@ class CalibrationOptions:
     share_heads: bool = False
     group_size: int | None = None
     meta_dtype: str = config.DEFAULT_META_DTYPE
+    clip: str = "paper"
     k_clip: float | None = None
     v_clip: float | None = None
     sink_tokens: int = config.DEFAULT_SINK_TOKENS
@@ -82,6 +98,11 @@ class CalibrationOptions:
     seed: int = config.DEFAULT_SEED
     dtype: str = "auto"
     device: str = "auto"
+    backend: str = "hf"
+    tp: int = 1
+    engine: tuple[tuple[str, object], ...] = ()
+    save_stats: str | Path | None = None
+    from_stats: str | Path | None = None
     progress: bool = True
 
 
@@ -96,26 +117,39 @@ def calibrate(options: CalibrationOptions) -> Artifact:
         One of CALIBRATION_ERRORS: the input cannot work, as one sentence.
     """
     identity, model_config = check(options)
-    with _Steps(options.progress) as steps:
-        model, tokenizer = _load(options, identity, model_config)
-        sequences = _sequences(options, model, tokenizer, model_config, steps)
-        fit = [s for s in sequences if not s.held_out]
-        held_out = [s for s in sequences if s.held_out]
-        statistics = _statistics(options, identity, model, fit, steps)
-        layers = build(options, identity, statistics)
-        errors = _measure(options, identity, model, layers, held_out, steps)
-    needs_data = options.method not in transform.DATA_FREE
-    return Artifact(
-        model=identity,
-        method=options.method,
-        group_size=options.group_size or identity.head_dim,
-        meta_dtype=options.meta_dtype,
-        sink_tokens=options.sink_tokens,
-        recent_tokens=options.recent_tokens,
-        num_tokens=sum(len(s.tokens) for s in fit) if needs_data else 0,
-        layers=layers,
-        provenance=_provenance(options, model, fit if needs_data else [], held_out, errors),
-    )
+    with Steps(options.progress) as steps:
+        inside = options.backend == "sglang"
+        # Before the slow step, since lines and files may be bad.
+        given = _read_text(options, identity, model_config) if options.text else None
+        statistics = None if options.from_stats is None else _saved(options, identity)
+        model = None if inside else load_model(options.model, model_config, options.dtype, options.device)
+        if statistics is None:
+            statistics = collect(options, identity, model, model_config, steps, given)
+            if options.save_stats is not None:
+                saved_statistics.save(statistics, options.save_stats)
+        layers = build(options, identity, statistics.layers)
+        held_out = statistics.held_out
+        if options.clip == "search":
+            chosen_on, held_out = halves(held_out)
+            if not chosen_on:
+                raise CalibrationError("--clip search: expected at least two held-out tokens, got fewer; raise --tokens")
+            layers = _search_clip(options, identity, model, layers, chosen_on, steps)
+        artifact = Artifact(
+            model=identity,
+            method=options.method,
+            group_size=options.group_size or identity.head_dim,
+            meta_dtype=options.meta_dtype,
+            sink_tokens=options.sink_tokens,
+            recent_tokens=options.recent_tokens,
+            num_tokens=0 if options.method in transform.DATA_FREE else statistics.num_tokens,
+            layers=layers,
+        )
+        if inside:
+            errors = sglang_capture.measure(artifact, _engine(options), held_out)
+        else:
+            errors = _measure(options, identity, model, layers, held_out, steps)
+        artifact.provenance = _provenance(options, statistics, held_out, errors)
+    return artifact
 
 
 def check(options: CalibrationOptions):
@@ -147,17 +181,29 @@ def check(options: CalibrationOptions):
     try:
         model_config = AutoConfig.from_pretrained(options.model)
     except (OSError, ValueError, KeyError) as error:
-        raise CalibrationError(f"{options.model}: cannot read the model's configuration: {_first_line(error)}") from error
+        raise CalibrationError(f"{options.model}: cannot read the model's configuration: {first_line(error)}") from error
     check_supported(model_config)
-    for path in options.text:
-        text.check_file(Path(path))
+    if options.clip not in CLIPS:
+        raise CalibrationError(f"clip must be one of {', '.join(CLIPS)}, got {options.clip!r}")
+    _check_backend(options)
+    if options.clip == "search" and (options.k_clip is not None or options.v_clip is not None):
+        raise CalibrationError("clip: expected either a search or fixed quantiles, got both")
+    if options.from_stats is not None and (options.text or options.save_stats is not None):
+        other = "--text" if options.text else "--save-stats"
+        raise CalibrationError(f"--from-stats {options.from_stats}: expected no {other} beside it; the file has its own text")
+    for source in sources.parse(options.text, options.tokens):
+        sources.check(source)
     identity = ModelIdentity.from_path(options.model)
     try:
         formats(options, identity)
     except ValueError as error:
         raise CalibrationError(f"group size does not fit this model: {error}") from error
-    if options.method not in transform.DATA_FREE:
-        _check_enough(options.tokens, identity, "asked for")
+    if identity.weight_digest is None:
+        raise CalibrationError(f"{options.model}: expected weight files (*.safetensors), found none; check --model")
+    if _needs_data(options):
+        _check_enough(
+            sum(s.tokens for s in sources.parse(options.text, options.tokens)) or options.tokens, identity, "asked for"
+        )
     return identity, model_config
 
 
@@ -187,82 +233,178 @@ def build(
     return layers
 
 
-def _load(options: CalibrationOptions, identity: ModelIdentity, model_config):
-    """Step 2a: (model in eval mode, tokenizer or None)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+def collect(
+    options: CalibrationOptions,
+    identity: ModelIdentity,
+    model,
+    model_config,
+    steps: Steps,
+    given: list[Sequence] | None = None,
+) -> Statistics:
+    """Steps 2 and 3: the text, and what the model's attention consumes while it is read.
 
-    device = _device(options.device)
-    dtype = _dtype(options, model_config, device)
-    if identity.weight_digest is None:
-        raise CalibrationError(f"{options.model}: expected weight files (*.safetensors), found none; check --model")
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            options.model, config=model_config, dtype=dtype, output_loading_info=True
+    Args:
+        options, identity, model_config: as `check` returned them.
+        model: as `load_model` returned it; None: SGLang runs it.
+        steps: where progress is drawn.
+        given: the user's text, read already; None: it is read, or the model writes some.
+    """
+    import transformers
+
+    if given is None:
+        given = (
+            _read_text(options, identity, model_config) if options.text else _write_text(options, model, model_config, steps)
         )
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(options.model)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            tokenizer = None
-    except Exception as error:  # every library below has errors of its own for a damaged file
-        raise CalibrationError(f"{options.model}: cannot load the model: {_first_line(error)}") from error
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-    if missing := sorted(info["missing_keys"]):
+    sequences, asked = given, {source.name: source.tokens for source in sources.parse(options.text, options.tokens)}
+    held_out = [s for s in sequences if s.held_out]
+    fit = [s for s in sequences if not s.held_out] if _needs_data(options) else []
+    layers = _statistics(options, identity, model, fit, steps)
+    whole = dict(mix(sequences))
+    return Statistics(
+        model=identity,
+        layers=layers,
+        held_out=held_out,
+        num_tokens=sum(len(s.tokens) for s in fit),
+        data=[{"source": s, "tokens": n, "asked": round(n * asked.get(s, whole[s]) / whole[s])} for s, n in mix(fit)],
+        longest_sequence=max((len(s.tokens) for s in fit), default=0),
+        token_digest=token_digest([*fit, *held_out]),
+        seed=options.seed,
+        dtype=options.dtype if model is None else str(model.dtype).removeprefix("torch."),
+        device=f"{options.tp} ranks" if model is None else model.device.type,
+        backend=options.backend,
+        versions={"oscar": oscar.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    )
+
+
+def halves(held_out: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Each held-out sequence cut in two: the first halves to choose on, the second halves to report on."""
+    cut = [(s, len(s.tokens) // 2) for s in held_out]
+    first = [Sequence(s.tokens[:n], s.source, True) for s, n in cut if n]
+    return first, [Sequence(s.tokens[n:], s.source, True) for s, n in cut]
+
+
+def _check_backend(options: CalibrationOptions) -> None:
+    """Refuse what a backend cannot do."""
+    if options.backend not in BACKENDS:
+        raise CalibrationError(f"backend must be one of {', '.join(BACKENDS)}, got {options.backend!r}")
+    if options.backend == "hf":
+        if options.tp != 1 or options.engine:
+            raise CalibrationError("--tp and --engine-args are for --backend sglang; expected neither with --backend hf")
+        return
+    if options.tp < 1:
+        raise CalibrationError(f"tp must be positive, got {options.tp}")
+    if not options.text and options.from_stats is None:
+        raise CalibrationError("--backend sglang: expected --text, got none; only --backend hf lets the model write its own")
+    for name, refused in (("--clip search", options.clip == "search"), ("--device", options.device != "auto")):
+        if refused:
+            raise CalibrationError(f"--backend sglang does not support {name}; use --backend hf")
+    if options.method in transform.NEEDS_SURROGATE:
         raise CalibrationError(
-            f"{options.model}: the weight files lack {missing[0]} and {len(missing) - 1} more; check the download"
+            f"--backend sglang reads the text once, --method {options.method} needs it twice; use --backend hf"
         )
-    if options.text and tokenizer is None:
-        raise CalibrationError(f"{options.model}: expected a tokenizer beside the weights to read --text, found none")
-    return model.to(device).eval(), tokenizer
+    if importlib.util.find_spec("sglang") is None:
+        raise CalibrationError("--backend sglang: expected the package sglang, found none; install it or use --backend hf")
 
 
-def _sequences(options: CalibrationOptions, model, tokenizer, model_config, steps: _Steps) -> list[Sequence]:
-    """Step 2b: token sequences, the held-out ones marked."""
+def _engine(options: CalibrationOptions) -> sglang_capture.Engine:
+    return sglang_capture.Engine(options.model, options.tp, options.dtype, dict(options.engine))
+
+
+def _needs_data(options: CalibrationOptions) -> bool:
+    return options.method not in transform.DATA_FREE or options.save_stats is not None
+
+
+def _max_length(options: CalibrationOptions, model_config) -> int:
     context = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
-    max_length = min(options.max_length, context or options.max_length)
-    if not options.text:
-        with steps.step("write text", options.tokens) as advance:
-            return text.from_model(model, tokenizer, options.tokens, max_length, options.seed, advance)
-    budget = max(1, options.tokens // len(options.text))
-    return [s for path in options.text for s in text.from_file(path, tokenizer, budget, max_length)]
+    return min(options.max_length, context or options.max_length)
+
+
+def _read_text(options: CalibrationOptions, identity: ModelIdentity, model_config) -> list[Sequence]:
+    """Step 2, the user's text: token sequences, the held-out ones marked."""
+    tokenizer = load_tokenizer(options.model)
+    if tokenizer is None:
+        raise CalibrationError(f"{options.model}: expected a tokenizer beside the weights to read --text, found none")
+    length = _max_length(options, model_config)
+    wanted = sources.parse(options.text, options.tokens)
+    result = [s for source in wanted for s in sources.sequences(source, tokenizer, length, options.seed)]
+    if _needs_data(options):
+        _check_enough(sum(len(s.tokens) for s in result if not s.held_out), identity, "found in the text")
+    return result
+
+
+def _write_text(options: CalibrationOptions, model, model_config, steps: Steps) -> list[Sequence]:
+    """Step 2, text that the model writes."""
+    tokenizer, length = load_tokenizer(options.model), _max_length(options, model_config)
+    with steps.step("write text", options.tokens) as advance:
+        return text.from_model(model, tokenizer, options.tokens, length, options.seed, advance)
 
 
 def _statistics(
-    options: CalibrationOptions, identity: ModelIdentity, model, fit: list[Sequence], steps: _Steps
+    options: CalibrationOptions, identity: ModelIdentity, model, fit: list[Sequence], steps: Steps
 ) -> dict[int, LayerStatistics]:
-    """Steps 3 and 4: finished statistics by layer."""
-    if options.method in transform.DATA_FREE:
-        shapes = [(identity.num_kv_heads, d, d) for d in (identity.head_dim, identity.v_head_dim)]
-        k, v = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
-        empty = LayerStatistics(0, k, k, k[:, 0], v, v[:, 0], v)
-        return dict.fromkeys(range(identity.num_layers), empty)
+    """Step 3: finished statistics by layer."""
+    if not _needs_data(options):
+        return _no_statistics(identity)
     _check_enough(sum(len(s.tokens) for s in fit), identity, "found in the text")
-
+    if model is None:
+        moments = sglang_capture.capture(identity, _engine(options), fit)
+        return {i: sums.finish() for i, sums in moments.items()}
     moments = {i: MomentSums(i) for i in range(identity.num_layers)}
 
-    def first(capture: LayerCapture) -> None:
+    def observe(capture: LayerCapture) -> None:
         _check_shapes(capture, identity)
-        moments[capture.layer_id].add(*capture.tokens())
+        sums = moments[capture.layer_id]
+        if sums.output_moment is None and capture.output_weight is not None:
+            sums.output_moment = output_moment(capture.output_weight, identity.num_kv_heads, identity.v_head_dim)
+        sums.add(*capture.tokens())
 
-    _run(model, first, fit, steps, "statistics, keys")
+    _run(model, observe, fit, steps, "statistics")
     statistics = {i: sums.finish() for i, sums in moments.items()}
     if options.method not in transform.NEEDS_SURROGATE:
         return statistics
 
     surrogates = {i: SurrogateSums(i, layer.q_moment) for i, layer in statistics.items()}
 
-    def second(capture: LayerCapture) -> None:
+    def again(capture: LayerCapture) -> None:
         _, k, v, _ = capture.tokens()
         surrogates[capture.layer_id].add(k, v)
 
-    _run(model, second, fit, steps, "statistics, values")
+    _run(model, again, fit, steps, "surrogate weights")
     return {i: layer.with_surrogate(surrogates[i].finish()) for i, layer in statistics.items()}
+
+
+def _no_statistics(identity: ModelIdentity) -> dict[int, LayerStatistics]:
+    """Shapes alone, for methods that read nothing else."""
+    shapes = [(identity.num_kv_heads, d, d) for d in (identity.head_dim, identity.v_head_dim)]
+    k, v = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
+    return dict.fromkeys(range(identity.num_layers), LayerStatistics(0, k, k, k[:, 0], v, v[:, 0], v))
+
+
+def _saved(options: CalibrationOptions, identity: ModelIdentity) -> Statistics:
+    """Saved statistics; refused if they are not this model's or lack what the method reads."""
+    statistics = saved_statistics.load(options.from_stats, identity)
+    lacks = any(layer.v_surrogate_moment is None for layer in statistics.layers.values())
+    if options.method in transform.NEEDS_SURROGATE and lacks:
+        raise CalibrationError(
+            f"{options.from_stats}: expected the surrogate moments that --method {options.method} reads, found none; "
+            f"save them with --save-stats and the same --method"
+        )
+    return statistics
+
+
+def _search_clip(
+    options: CalibrationOptions,
+    identity: ModelIdentity,
+    model,
+    layers: dict[int, LayerTransforms],
+    sequences: list[Sequence],
+    steps: Steps,
+) -> dict[int, LayerTransforms]:
+    """Step 5: the same transforms with the best quantiles of the grid."""
+    windows = options.sink_tokens, options.recent_tokens
+    searches = {i: clip_search.ClipSearch(layer, *formats(options, identity), *windows) for i, layer in layers.items()}
+    _run(model, lambda capture: searches[capture.layer_id].add(capture), sequences, steps, "clip search")
+    return {i: search.best() for i, search in searches.items()}
 
 
 def _measure(
@@ -271,7 +413,7 @@ def _measure(
     model,
     layers: dict[int, LayerTransforms],
     held_out: list[Sequence],
-    steps: _Steps,
+    steps: Steps,
 ) -> dict[str, dict[int, LayerErrorSums]]:
     """Step 6: error sums by source and layer."""
     k_format, v_format = formats(options, identity)
@@ -288,7 +430,7 @@ def _measure(
     return result
 
 
-def _run(model, observer: Callable[[LayerCapture], None], sequences: list[Sequence], steps: _Steps, description: str) -> None:
+def _run(model, observer: Callable[[LayerCapture], None], sequences: list[Sequence], steps: Steps, description: str) -> None:
     """One captured forward pass over each sequence."""
     with steps.step(description, sum(len(s.tokens) for s in sequences)) as advance, capturing(model, observer) as run:
         for sequence in sequences:
@@ -296,63 +438,33 @@ def _run(model, observer: Callable[[LayerCapture], None], sequences: list[Sequen
             advance(len(sequence.tokens))
 
 
-def _provenance(options: CalibrationOptions, model, fit: list[Sequence], held_out: list[Sequence], errors: dict) -> dict:
+def _provenance(options: CalibrationOptions, statistics: Statistics, held_out: list[Sequence], errors: dict) -> dict:
     """JSON-able record: nothing of the machine in it but what changes the numbers."""
-    import transformers
-
     layers = list(next(iter(errors.values()))) if errors else []
+    used = options.method not in transform.DATA_FREE
     return {
-        "seed": options.seed,
+        "seed": statistics.seed,
         "share_heads": options.share_heads,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        "data": [{"source": name, "tokens": count} for name, count in _mix(fit)],
-        "longest_sequence": max((len(s.tokens) for s in fit), default=0),
-        "token_digest": _token_digest([*fit, *held_out]),
-        "versions": {"oscar": oscar.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "clip": {"how": options.clip, "grid": list(clip_search.GRID)} if options.clip == "search" else {"how": options.clip},
+        "dtype": statistics.dtype,
+        "device": statistics.device,
+        "backend": statistics.backend,
+        "data": statistics.data if used else [],
+        "longest_sequence": statistics.longest_sequence if used else 0,
+        "token_digest": statistics.token_digest,
+        "versions": statistics.versions,
+        "shape": {str(i): transform.shape(layer) for i, layer in statistics.layers.items() if layer.num_tokens},
         "held_out": {
             "tokens": sum(len(s.tokens) for s in held_out),
             "longest_sequence": max((len(s.tokens) for s in held_out), default=0),
             "layers": {str(i): _rounded(total(by_layer[i] for by_layer in errors.values())) for i in layers},
             "sources": [
                 {"source": source, "tokens": tokens, **_rounded(total(errors[source].values()))}
-                for source, tokens in _mix(held_out)
+                for source, tokens in mix(held_out)
             ],
             "all": _rounded(total(sums for by_layer in errors.values() for sums in by_layer.values())),
         },
     }
-
-
-class _Steps:
-    """Progress bars on stderr, one a step, drawn from the first step on; or nothing."""
-
-    def __init__(self, show: bool):
-        columns = (
-            TextColumn("{task.description:<18}"),
-            BarColumn(),
-            TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True)) if show else None
-
-    def __enter__(self) -> _Steps:
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._progress is not None and self._progress.live.is_started:
-            self._progress.stop()
-
-    @contextmanager
-    def step(self, description: str, total_tokens: int) -> Iterator[Callable[[int], None]]:
-        """Open a bar over total_tokens; yields advance(tokens)."""
-        if self._progress is None:
-            yield lambda tokens: None
-            return
-        self._progress.start()
-        task = self._progress.add_task(description, total=total_tokens)
-        yield lambda tokens: self._progress.advance(task, tokens)
 
 
 def _check_enough(tokens: int, identity: ModelIdentity, where: str) -> None:
@@ -375,47 +487,5 @@ def _check_shapes(capture: LayerCapture, identity: ModelIdentity) -> None:
         )
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise CalibrationError(f"device {name!r}: expected a device that torch can use here: {_first_line(error)}") from error
-    return device
-
-
-def _dtype(options: CalibrationOptions, model_config, device: torch.device) -> torch.dtype:
-    own = model_config.get_text_config(decoder=True).dtype or model_config.dtype or torch.float32
-    if options.dtype != "auto":
-        return DTYPES[options.dtype]
-    if device.type != "cpu" or own == torch.float32:
-        return own
-    weights = sum(f.stat().st_size for f in Path(options.model).glob("*.safetensors"))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return torch.float32 if weights / own.itemsize * 4 <= memory / 2 else own
-
-
-def _mix(sequences: list[Sequence]) -> list[tuple[str, int]]:
-    """(source, tokens) in order of first appearance."""
-    counts: dict[str, int] = {}
-    for s in sequences:
-        counts[s.source] = counts.get(s.source, 0) + len(s.tokens)
-    return list(counts.items())
-
-
-def _token_digest(sequences: Iterable[Sequence]) -> str:
-    """SHA-256 over all token ids: two artifacts with the same digest saw the same text."""
-    digest = hashlib.sha256()
-    for s in sequences:
-        digest.update(len(s.tokens).to_bytes(8, "little") + s.tokens.numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _rounded(error) -> dict[str, float]:
     return {name: float(f"{value:.6g}") for name, value in asdict(error).items()}
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

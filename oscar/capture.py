@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 _NAMES = itertools.count()
+_OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "wo")
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class UnsupportedModelError(ValueError):
@@ -36,6 +38,7 @@ class LayerCapture:
         sm_scale: factor on q k^T.
         sliding_window: number of newest keys a query sees, its own included; None for all.
         logit_cap: scores are logit_cap * tanh(score / logit_cap); None for no cap.
+        output_weight: [hidden_size, num_qo_heads * v_head_dim], the layer's W_O; None where it was not found or is quantised.
     """
 
     layer_id: int
@@ -47,6 +50,7 @@ class LayerCapture:
     sm_scale: float
     sliding_window: int | None
     logit_cap: float | None
+    output_weight: Tensor | None = None
 
     def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(q, k, v, output), each [real tokens, heads, dim], padding left out."""
@@ -125,6 +129,7 @@ def capturing(model, observer: Callable[[LayerCapture], None]) -> Iterator[Calla
                 sm_scale=float(scale),
                 sliding_window=kwargs.get("sliding_window", getattr(module, "sliding_window", None)),
                 logit_cap=logit_cap,
+                output_weight=output_weight(module, query.shape[1] * value.shape[-1]),
             )
         )
         return output, None
@@ -152,6 +157,15 @@ def capturing(model, observer: Callable[[LayerCapture], None]) -> Iterator[Calla
         model.set_attn_implementation(before)
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def output_weight(attention, width: int) -> Tensor | None:
+    """W_O of an attention module, [hidden_size, width] in a float dtype; None where there is no such plain matrix."""
+    for name in _OUTPUT_NAMES:
+        weight = getattr(getattr(attention, name, None), "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == width and weight.dtype in _PLAIN:
+            return weight
+    return None
 
 
 def _attend(module, query, key, value, mask, scale, logit_cap, kwargs) -> Tensor:

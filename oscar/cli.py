@@ -1,4 +1,4 @@
-"""`oscar calibrate | inspect | plan | needle | model-path`: files in, files out.
+"""`oscar calibrate | convert | inspect | verify | plan | needle | model-path`: files in, files out.
 
 A mistake in the input is one line on stderr, `oscar <command>: <sentence>`, and exit status 2. Heavy modules are
 imported by the command that needs them, so that `--help` answers at once.
@@ -14,23 +14,17 @@ import signal
 import sys
 from pathlib import Path
 
-from oscar import config
+from oscar.arguments import BAD_INPUT, DEFAULT_CONTEXTS, build_parser
 
 EMBEDDED = Path(__file__).with_name("embedded")
-BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT
-DEFAULT_CONTEXTS = (4096, 32768, 131072)
+
+
+SHARED_NOTE = "the KV heads of a layer share one transform; `oscar calibrate` gives each its own, which is often far better."
 
 
 class InputError(ValueError):
     """A command line that cannot work, as one sentence."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str):
-        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,9 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
     """
     options = build_parser().parse_args(arguments)
     try:
-        options.run(options)
+        COMMANDS[options.command](options)
     except KeyboardInterrupt:
-        print(f"\noscar {options.command}: interrupted, nothing was written", file=sys.stderr)
+        stats = getattr(options, "save_stats", None)
+        left = f"; {stats} is whole, go on with --from-stats" if stats and Path(stats).is_file() else ""
+        print(f"\noscar {options.command}: interrupted, no artifact was written{left}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `oscar inspect F | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,163 +53,18 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line; every default comes from `oscar.config`."""
-    parser = _Parser(prog="oscar", description="OSCAR: a 2-bit KV cache for SGLang. Calibrate, look, plan.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    _add_calibrate(commands)
-    _add_inspect(commands)
-    _add_plan(commands)
-    _add_needle(commands)
-    model_path = commands.add_parser("model-path", help="print where the embedded model lies")
-    model_path.set_defaults(run=_model_path)
-    return parser
-
-
-def _add_calibrate(commands) -> None:
-    p = commands.add_parser(
-        "calibrate",
-        help="make the artifact that serving needs, from a model and text",
-        description="Run a model over text, accumulate what attention consumes, and write the transforms of its 2-bit "
-        "cache to one .safetensors file. Without --text the model writes the text itself. The same inputs give the "
-        "same bytes.",
-    )
-    p.add_argument("--model", required=True, metavar="DIR", help="model folder in Hugging Face layout")
-    p.add_argument("--output", required=True, metavar="FILE", help="artifact to write, .safetensors")
-    p.add_argument(
-        "--text",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="plain UTF-8 text to calibrate on; repeat for several, which share the tokens evenly",
-    )
-    p.add_argument(
-        "--tokens",
-        type=int,
-        default=config.DEFAULT_CALIBRATION_TOKENS,
-        metavar="N",
-        help="tokens to read in all, a tenth of them held out to measure the error (default: %(default)s)",
-    )
-    p.add_argument(
-        "--method",
-        default=config.DEFAULT_METHOD,
-        choices=_METHODS,
-        help="oscar: the paper's U.H.P; hadamard, identity: no data needed (default: %(default)s)",
-    )
-    p.add_argument(
-        "--share-heads",
-        action="store_true",
-        help="one transform for all KV heads of a layer, as the public implementation; often much worse",
-    )
-    p.add_argument(
-        "--group-size",
-        type=int,
-        metavar="N",
-        help="elements that share a centre and a step, a multiple of 4 that divides head_dim (default: head_dim)",
-    )
-    p.add_argument(
-        "--seed",
-        type=int,
-        default=config.DEFAULT_SEED,
-        metavar="S",
-        help="seed of the text that the model writes (default: %(default)s)",
-    )
-    p.add_argument(
-        "--max-length",
-        type=int,
-        default=config.DEFAULT_MAX_LENGTH,
-        metavar="N",
-        help="longest sequence in tokens, capped by the model's context length (default: %(default)s)",
-    )
-    p.add_argument(
-        "--sink-tokens",
-        type=int,
-        default=config.DEFAULT_SINK_TOKENS,
-        metavar="N",
-        help="first tokens kept in 16 bits when the error is measured (default: %(default)s)",
-    )
-    p.add_argument(
-        "--recent-tokens",
-        type=int,
-        default=config.DEFAULT_RECENT_TOKENS,
-        metavar="N",
-        help="newest tokens kept in 16 bits when the error is measured (default: %(default)s)",
-    )
-    p.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="dtype of the forward pass; auto: the checkpoint's own, on CPU float32 where that fits "
-        "in half the memory (default: %(default)s)",
-    )
-    p.add_argument("--device", default="auto", help="torch device; auto: the accelerator if any (default: %(default)s)")
-    p.add_argument("--quiet", action="store_true", help="no progress bar and no table")
-    p.set_defaults(run=_calibrate)
-
-
-def _add_inspect(commands) -> None:
-    p = commands.add_parser("inspect", help="check an artifact and say what is in it")
-    p.add_argument("file", metavar="FILE", help="artifact made by `oscar calibrate`")
-    p.add_argument("--json", action="store_true", help="print one JSON object instead")
-    p.set_defaults(run=_inspect)
-
-
-def _add_plan(commands) -> None:
-    p = commands.add_parser(
-        "plan", help="bytes per token and tokens per GiB of a model, 2-bit beside 16-bit; reads only its config.json"
-    )
-    p.add_argument("--model", required=True, metavar="DIR", help="model folder in Hugging Face layout")
-    p.add_argument("--memory-gib", type=float, metavar="G", help="memory for the KV cache in GiB: prints what fits in it")
-    p.add_argument(
-        "--context",
-        type=int,
-        action="append",
-        metavar="N",
-        help=f"tokens of one request; repeatable (default: {', '.join(map(str, DEFAULT_CONTEXTS))})",
-    )
-    p.add_argument("--group-size", type=int, metavar="N", help="as in `oscar calibrate` (default: head_dim)")
-    p.add_argument(
-        "--sink-tokens",
-        type=int,
-        default=config.DEFAULT_SINK_TOKENS,
-        metavar="N",
-        help="first tokens of a request kept in 16 bits too (default: %(default)s)",
-    )
-    p.add_argument(
-        "--recent-tokens",
-        type=int,
-        default=config.DEFAULT_RECENT_TOKENS,
-        metavar="N",
-        help="newest tokens of a request kept in 16 bits too (default: %(default)s)",
-    )
-    p.add_argument("--json", action="store_true", help="print one JSON object instead")
-    p.set_defaults(run=_plan)
-
-
-def _add_needle(commands) -> None:
-    p = commands.add_parser("needle", help="print a prompt that hides a fact in filler and asks for it")
-    p.add_argument("--tokens", type=int, required=True, metavar="N", help="longest prompt in tokens")
-    p.add_argument("--seed", type=int, default=0, metavar="S", help="another seed, another task (default: %(default)s)")
-    p.add_argument("--depth", type=float, metavar="F", help="place of the fact, 0 (start) to 1 (end) (default: drawn)")
-    p.add_argument(
-        "--model", metavar="DIR", help="folder whose tokenizer and chat template to use (default: the embedded model)"
-    )
-    p.add_argument("--json", action="store_true", help="print prompt, messages and answer as one JSON object instead")
-    p.set_defaults(run=_needle)
-
-
-_METHODS = ("oscar", "hadamard", "identity", "oscar-softmax", "raw")  # of oscar.transform, which would import torch
-
-
 def _calibrate(options: argparse.Namespace) -> None:
     output = Path(options.output)
     _check_output(output)
+    if options.save_stats:
+        _check_output(Path(options.save_stats), "--save-stats")
+    _check_picture(options.picture)
 
     from rich.console import Console
 
     from oscar import artifact as artifacts
     from oscar.calibrate import CalibrationOptions, calibrate, check
-    from oscar.report import artifact_bytes, report, warnings
+    from oscar.report import artifact_bytes, describe, report, warnings
 
     fields = (
         "model",
@@ -225,10 +76,16 @@ def _calibrate(options: argparse.Namespace) -> None:
         "max_length",
         "sink_tokens",
         "recent_tokens",
+        "clip",
+        "backend",
+        "tp",
+        "save_stats",
+        "from_stats",
     )
     settings = CalibrationOptions(
         **{name: getattr(options, name) for name in (*fields, "dtype", "device")},
         text=tuple(options.text),
+        engine=tuple(options.engine_args.items()),
         progress=not options.quiet,
     )
     identity, _ = check(settings)
@@ -237,7 +94,10 @@ def _calibrate(options: argparse.Namespace) -> None:
         raise InputError(f"{output}: {need / 2**20:.1f} MiB are needed, {free / 2**20:.1f} MiB are free; choose another place")
     artifact = calibrate(settings)
     artifacts.save(artifact, output)
-    if options.quiet:
+    _draw(artifact, options.picture)
+    if options.json:
+        print(json.dumps(describe(artifact) | {"file_bytes": output.stat().st_size}, indent=2, sort_keys=True))
+    if options.quiet or options.json:
         return
     console = Console()
     report(artifact, console)
@@ -254,7 +114,9 @@ def _inspect(options: argparse.Namespace) -> None:
     from oscar import artifact as artifacts
     from oscar.report import describe, report, warnings
 
+    _check_picture(options.picture)
     artifact = artifacts.load(options.file)
+    _draw(artifact, options.picture)
     description = describe(artifact)
     if options.json:
         print(json.dumps(description | {"file_bytes": Path(options.file).stat().st_size}, indent=2, sort_keys=True))
@@ -281,6 +143,8 @@ def _inspect(options: argparse.Namespace) -> None:
         "seed, dtype": f"{provenance.get('seed')}, {provenance.get('dtype')} on {provenance.get('device')}",
         "made with": ", ".join(f"{k} {v}" for k, v in provenance.get("versions", {}).items()),
     }
+    for side, source in provenance.get("converted_from", {}).items():
+        rows[f"{side.upper()} from"] = f"{source['file']}, {source['objective']}, sha256 {source['sha256'][:16]}"
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
@@ -289,7 +153,41 @@ def _inspect(options: argparse.Namespace) -> None:
         console.print(f"Note: {line}", highlight=False, soft_wrap=True)
 
 
+def _convert(options: argparse.Namespace) -> None:
+    output = Path(options.output)
+    _check_output(output)
+    from oscar import artifact as artifacts
+    from oscar.convert import convert
+
+    settings = ("k_clip", "v_clip", "group_size", "sink_tokens", "recent_tokens")
+    made = convert(options.k_file, options.v_file, options.model, **{name: getattr(options, name) for name in settings})
+    artifacts.save(made, output)
+    if options.quiet:
+        return
+    if made.provenance["share_heads"]:
+        print(f"Note: {SHARED_NOTE}")
+    print(f"Wrote {output}: {made.model.num_layers} layers for {made.model.architecture}; its error is not measured.")
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from oscar import artifact as artifacts
+    from oscar.report import verify
+
+    model = None if options.model is None else artifacts.ModelIdentity.from_path(options.model)
+    found = verify(artifacts.load(options.file, model), options.file)
+    if options.json:
+        print(json.dumps(found | {"fits_model": None if model is None else True}, indent=2, sort_keys=True))
+        return
+    print(
+        f"{options.file}: whole and unchanged, {found['layers']} layers of method {found['method']} for "
+        f"{found['architecture']}; all matrices invertible (largest condition number {found['condition']:.3g})"
+    )
+    if model is not None:
+        print(f"{options.file}: made for {options.model}")
+
+
 def _plan(options: argparse.Namespace) -> None:
+    from oscar import sizing
     from oscar.report import plan
 
     contexts = options.context or DEFAULT_CONTEXTS
@@ -297,12 +195,12 @@ def _plan(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(numbers, indent=2, sort_keys=True))
         return
-    windows = options.sink_tokens + options.recent_tokens
+    rows = sizing.window_rows(options.sink_tokens, options.recent_tokens)
     print(
         f"bytes per token: {numbers['bytes_per_token']:,} in 2 bits, {numbers['bytes_per_token_16_bit']:,} in 16 bits "
         f"({numbers['ratio']:.2f} times fewer); {numbers['bits_per_element']:.3f} bits per element"
     )
-    print(f"windows: {windows} tokens in 16 bits, {numbers['window_bytes'] / 2**20:.2f} MiB a running request")
+    print(f"windows: {rows} rows in 16 bits, {numbers['window_bytes'] / 2**20:.2f} MiB a request slot")
     for row in numbers["contexts"]:
         line = (
             f"context {row['tokens']:,}: {row['bytes'] / 2**20:,.1f} MiB a request instead of "
@@ -350,13 +248,29 @@ def embedded_model() -> Path:
     return EMBEDDED
 
 
-def _check_output(path: Path) -> None:
+def _check_output(path: Path, flag: str = "--output") -> None:
     """Refuse a place that cannot be written before any work is done."""
     folder = _existing(path.parent)
     if path.is_dir():
-        raise InputError(f"--output {path}: expected a file name, got a folder")
+        raise InputError(f"{flag} {path}: expected a file name, got a folder")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"--output {path}: cannot write in {folder}; choose another place")
+        raise InputError(f"{flag} {path}: cannot write in {folder}; choose another place")
+
+
+def _check_picture(path: str | None) -> None:
+    """Refuse a picture that cannot be written before any work is done."""
+    if path is None:
+        return
+    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise InputError(f"--picture {path}: expected a file that ends in .png, .svg or .pdf")
+    _check_output(Path(path), "--picture")
+
+
+def _draw(artifact, path: str | None) -> None:
+    if path is not None:
+        from oscar.picture import draw
+
+        draw(artifact, path)
 
 
 def _existing(folder: Path) -> Path:
@@ -369,5 +283,18 @@ def _existing(folder: Path) -> Path:
 
 def _input_errors() -> tuple[type[ValueError], ...]:
     """Errors that are one sentence for the user. Anything else is a fault of ours and shows its traceback."""
-    calibrate = sys.modules.get("oscar.calibrate")
-    return (InputError, *(calibrate.CALIBRATION_ERRORS if calibrate else ()))
+    loaded = (sys.modules.get(f"oscar.{name}") for name in ("artifact", "calibrate", "convert"))
+    names = ("ArtifactError", "CALIBRATION_ERRORS", "ConvertError")
+    found = [getattr(module, name) for module, name in zip(loaded, names, strict=True) if module]
+    return (InputError, *(e for item in found for e in (item if isinstance(item, tuple) else (item,))))
+
+
+COMMANDS = {
+    "calibrate": _calibrate,
+    "convert": _convert,
+    "inspect": _inspect,
+    "verify": _verify,
+    "plan": _plan,
+    "needle": _needle,
+    "model-path": _model_path,
+}

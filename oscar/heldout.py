@@ -16,6 +16,27 @@ MAX_QUERIES = 256
 """Query positions looked at in each sequence, evenly spaced: the cost stays far below that of the forward pass."""
 
 
+class Positions:
+    """Which queries of a sequence are looked at, and which keys each sees and finds exact.
+
+    Attributes:
+        at: [num_queries] int64, evenly spaced, MAX_QUERIES or up to twice that.
+        visible: [num_queries, num_tokens] bool, causal and within the sliding window.
+        exact: [num_queries, num_tokens] bool, keys in the sink and recent windows.
+        none: the same shape, all False.
+    """
+
+    def __init__(self, num_tokens: int, sliding_window: int | None, sink_tokens: int, recent_tokens: int, device: torch.device):
+        first = 0 if num_tokens <= MAX_QUERIES else num_tokens // MAX_QUERIES - 1
+        self.at = torch.arange(first, num_tokens, max(1, num_tokens // MAX_QUERIES), device=device)
+        distance = self.at[:, None] - torch.arange(num_tokens, device=device)[None, :]
+        self.visible = distance >= 0
+        if sliding_window:
+            self.visible &= distance < sliding_window
+        self.exact = (distance < recent_tokens) | (torch.arange(num_tokens, device=device) < sink_tokens)
+        self.none = torch.zeros_like(self.exact)
+
+
 @dataclass
 class LayerError:
     """Relative errors of one layer, |x - x_hat| / |x| over all tokens and heads (Frobenius), 0 for exact.
@@ -55,7 +76,7 @@ class LayerErrorSums:
     ):
         self.transforms, self.k_format, self.v_format = transforms, k_format, v_format
         self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
-        self._sums = {f.name: [0.0, 0.0] for f in fields(LayerError)}
+        self.sums = {f.name: [0.0, 0.0] for f in fields(LayerError)}
 
     def add(self, capture: LayerCapture) -> None:
         """Count an attention call in, one sequence at a time; padding is left out."""
@@ -77,28 +98,20 @@ class LayerErrorSums:
         for name, x, x_hat in (("k", k, k_hat), ("v", v, v_hat), ("plain_k", k, k_plain), ("plain_v", v, v_plain)):
             self._count(name, x, x_hat)
 
-        num_tokens = q.shape[1]
-        first = 0 if num_tokens <= MAX_QUERIES else num_tokens // MAX_QUERIES - 1
-        at = torch.arange(first, num_tokens, max(1, num_tokens // MAX_QUERIES), device=q.device)
-        distance = at[:, None] - torch.arange(num_tokens, device=q.device)[None, :]
-        visible = distance >= 0
-        if capture.sliding_window:
-            visible &= distance < capture.sliding_window
-        exact_window = (distance < self.recent_tokens) | (torch.arange(num_tokens, device=q.device) < self.sink_tokens)
-        none = torch.zeros_like(exact_window)
-        rows = q[:, at]
+        positions = Positions(q.shape[1], capture.sliding_window, self.sink_tokens, self.recent_tokens, q.device)
+        rows = q[:, positions.at]
 
         def attend(k_hat: Tensor, v_hat: Tensor, exact: Tensor) -> Tensor:
-            return attend_mixed(rows, (k, v), (k_hat, v_hat), exact, visible, capture.sm_scale, capture.logit_cap)
+            return attend_mixed(rows, (k, v), (k_hat, v_hat), exact, positions.visible, capture.sm_scale, capture.logit_cap)
 
-        output = attend(k, v, none)
-        self._count("attention", output, attend(k_hat, v_hat, none))
-        self._count("served", output, attend(k_hat, v_hat, exact_window))
-        self._count("plain_attention", output, attend(k_plain, v_plain, none))
+        output = attend(k, v, positions.none)
+        self._count("attention", output, attend(k_hat, v_hat, positions.none))
+        self._count("served", output, attend(k_hat, v_hat, positions.exact))
+        self._count("plain_attention", output, attend(k_plain, v_plain, positions.none))
 
     def _count(self, name: str, x: Tensor, x_hat: Tensor) -> None:
-        self._sums[name][0] += (x - x_hat).double().square().sum().item()
-        self._sums[name][1] += x.double().square().sum().item()
+        self.sums[name][0] += (x - x_hat).double().square().sum().item()
+        self.sums[name][1] += x.double().square().sum().item()
 
 
 def total(sums: Iterable[LayerErrorSums]) -> LayerError:
@@ -106,7 +119,7 @@ def total(sums: Iterable[LayerErrorSums]) -> LayerError:
     sums = list(sums)
     result = {}
     for f in fields(LayerError):
-        error, square = (sum(s._sums[f.name][i] for s in sums) for i in (0, 1))
+        error, square = (sum(s.sums[f.name][i] for s in sums) for i in (0, 1))
         result[f.name] = (error / square) ** 0.5 if square else 0.0
     return LayerError(**result)
 

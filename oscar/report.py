@@ -10,15 +10,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from oscar.artifact import Artifact, ModelIdentity
+from oscar import sizing
+from oscar.artifact import Artifact, ArtifactError, ModelIdentity
 from oscar.calibrate import CalibrationError, CalibrationOptions, check, formats
 
+RECOMMENDED, USABLE = 0.1, 0.25
+"""Largest error of attention's output, as served, that is called recommended, and usable with larger windows."""
+MAX_CONDITION = 1e4
+"""Largest condition number of a transform that `oscar verify` lets pass: float32 then undoes it to about 1e-3."""
+FALLS_SHORT = 0.95
+"""Share of the tokens asked of a source below which a shortage is said."""
 CLEARLY_WORSE = 1.25
 """Ratio of attention errors from which one source of text is called worse than another."""
 
 
 def report(artifact: Artifact, console: Console) -> None:
-    """Print the held-out errors as a table, then one plain sentence."""
+    """Print the held-out errors as a table, then what they mean in plain sentences."""
     held_out = artifact.provenance.get("held_out", {})
     rows = [(f"layer {i}", errors) for i, errors in held_out.get("layers", {}).items()]
     sources = held_out.get("sources", [])
@@ -51,6 +58,41 @@ def report(artifact: Artifact, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    console.print(f"Verdict: {verdict(artifact)['sentence']}", highlight=False, soft_wrap=True)
+
+
+def verdict(artifact: Artifact) -> dict:
+    """Whether to serve with this artifact, from the error of attention's output on held-out text.
+
+    The number is the error as served, windows included, of the source that is worst off. Thresholds: RECOMMENDED and USABLE.
+    Without held-out sequences at least twice as long as the windows there is no verdict: next to nothing was read in 2 bits.
+
+    Returns:
+        {"label": "recommended", "usable with larger windows", "not recommended" or "unknown"; "error": the number or None;
+        "sentence": both, with the thresholds}.
+    """
+    held_out = artifact.provenance.get("held_out", {})
+    sources = held_out.get("sources", [])
+    windows = artifact.sink_tokens + artifact.recent_tokens
+    if not sources or held_out["longest_sequence"] < max(2 * windows, 1):
+        reason = "the error was not measured; `oscar calibrate` measures it"
+        if sources:
+            reason = f"no held-out sequence has twice the {windows} tokens of the windows; give more text or a larger --tokens"
+        return {"label": "unknown", "error": None, "sentence": f"no verdict: {reason}."}
+    worst = max(sources, key=lambda source: source["served"])
+    error = worst["served"]
+    label = "recommended" if error <= RECOMMENDED else "usable with larger windows" if error <= USABLE else "not recommended"
+    where = f" on {worst['source']}, the source that is worst off" if len(sources) > 1 else ""
+    advice = {
+        "recommended": "",
+        "usable with larger windows": f" Try --oscar-recent-tokens {2 * artifact.recent_tokens or 256}.",
+        "not recommended": " Calibrate on more text like what you serve, or serve this model in 16 bits.",
+    }[label]
+    sentence = (
+        f"{label}: as served, in sequences of up to {held_out['longest_sequence']:,} tokens, attention's output is off by "
+        f"{error:.1%}{where}. Up to {RECOMMENDED:.0%} is recommended, up to {USABLE:.0%} usable with larger windows.{advice}"
+    )
+    return {"label": label, "error": error, "sentence": sentence}
 
 
 def warnings(artifact: Artifact) -> list[str]:
@@ -61,6 +103,12 @@ def warnings(artifact: Artifact) -> list[str]:
         result.append("the KV heads of a layer share one transform; calibrate without --share-heads for one each.")
     if held_out and artifact.method != "identity" and held_out["attention"] > held_out["plain_attention"]:
         result.append("on the held-out text this method is no better than plain 2-bit; give more or other text.")
+    for entry in artifact.provenance.get("data", []):
+        asked = entry.get("asked", entry["tokens"])
+        if entry["tokens"] < FALLS_SHORT * asked:
+            result.append(
+                f"{entry['source']} holds only {entry['tokens']:,} of the {asked:,} tokens asked of it; give more text."
+            )
     sources = sorted(artifact.provenance.get("held_out", {}).get("sources", []), key=lambda s: s["attention"])
     if len(sources) > 1 and sources[-1]["attention"] > CLEARLY_WORSE * sources[0]["attention"]:
         best, worst = sources[0], sources[-1]
@@ -73,9 +121,8 @@ def warnings(artifact: Artifact) -> list[str]:
 
 def describe(artifact: Artifact) -> dict:
     """JSON-able description of an artifact: everything but the matrices."""
-    k_bytes, v_bytes = artifact.k_format.row_bytes, artifact.v_format.row_bytes
     model = artifact.model
-    rows = model.num_layers * model.num_kv_heads
+    k_format, v_format = artifact.k_format, artifact.v_format
 
     def clip(side: str) -> float | str:
         ratios = torch.cat([getattr(layer, f"{side}_clip") for layer in artifact.layers.values()])
@@ -91,10 +138,44 @@ def describe(artifact: Artifact) -> dict:
         "recent_tokens": artifact.recent_tokens,
         "num_tokens": artifact.num_tokens,
         "clip": {"k": clip("k"), "v": clip("v")},
-        "bits_per_element": 8 * (k_bytes + v_bytes) / (model.head_dim + model.v_head_dim),
-        "bytes_per_token": rows * (k_bytes + v_bytes),
-        "bytes_per_token_16_bit": rows * (model.head_dim + model.v_head_dim) * 2,
+        "bits_per_element": sizing.bits_per_element(k_format, v_format),
+        "bytes_per_token": sizing.bytes_per_token(model.num_layers, model.num_kv_heads, k_format, v_format),
+        "bytes_per_token_16_bit": _full_bytes(model),
+        "verdict": verdict(artifact),
+        "warnings": warnings(artifact),
         "provenance": artifact.provenance,
+    }
+
+
+def verify(artifact: Artifact, path: str | Path) -> dict:
+    """Check what `artifact.load` leaves to this slower look: that every transform can be undone.
+
+    Args:
+        artifact: as loaded.
+        path: its file, for the sentence.
+    Returns:
+        JSON-able {"layers", "method", "architecture", "fingerprint", "condition": the largest condition number}.
+    Raises:
+        ArtifactError: a transform is singular or nearly so; layer, side and head are named.
+    """
+    worst = 1.0
+    for layer_id, layer in artifact.layers.items():
+        for side in ("k", "v"):
+            for head, matrix in enumerate(getattr(layer, f"{side}_transform").double()):
+                values = torch.linalg.svdvals(matrix)
+                condition = float(values[0] / values[-1]) if values[-1] > 0 else float("inf")
+                if condition > MAX_CONDITION:
+                    raise ArtifactError(
+                        f"{path}: layers.{layer_id}.{side}_transform, head {head}: expected an invertible matrix, got "
+                        f"condition number {condition:.3g} (at most {MAX_CONDITION:g} passes); run `oscar calibrate` again"
+                    )
+                worst = max(worst, condition)
+    return {
+        "layers": len(artifact.layers),
+        "method": artifact.method,
+        "architecture": artifact.model.architecture,
+        "fingerprint": artifact.model.fingerprint,
+        "condition": worst,
     }
 
 
@@ -128,12 +209,12 @@ def plan(
     if bad := [n for n in contexts if n <= 0]:
         raise CalibrationError(f"context must be positive, got {bad[0]}")
     k, v = formats(options, identity)
-    rows = identity.num_layers * identity.num_kv_heads
-    coded = rows * (k.row_bytes + v.row_bytes)
-    full = rows * (identity.head_dim + identity.v_head_dim) * 2
+    geometry = identity.num_layers, identity.num_kv_heads
+    coded, full = sizing.bytes_per_token(*geometry, k, v), _full_bytes(identity)
+    window = sizing.bytes_per_request(*geometry, identity.head_dim, identity.v_head_dim, sink_tokens, recent_tokens)
     requests = []
     for tokens in contexts:
-        total_bytes = tokens * coded + min(tokens, sink_tokens + recent_tokens) * full
+        total_bytes = tokens * coded + window
         row = {
             "tokens": tokens,
             "bytes": total_bytes,
@@ -148,10 +229,14 @@ def plan(
         "bytes_per_token": coded,
         "bytes_per_token_16_bit": full,
         "ratio": full / coded,
-        "bits_per_element": 16 * coded / full,
-        "window_bytes": (sink_tokens + recent_tokens) * full,
+        "bits_per_element": sizing.bits_per_element(k, v),
+        "window_bytes": window,
         "contexts": requests,
     }
+
+
+def _full_bytes(model: ModelIdentity) -> int:
+    return sizing.bytes_per_token_16_bit(model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim)
 
 
 def artifact_bytes(identity: ModelIdentity) -> int:

@@ -1,19 +1,20 @@
-"""Streaming second moments of what attention consumes, per layer and KV head, in float64.
+"""Streaming second moments of what attention consumes, per layer and KV head, in float64, in one pass over the text.
 
 Activations pass through and are gone: memory is one set of [num_kv_heads, head_dim, head_dim] sums a layer, however
 many tokens are read. Sums of float64 outer products do not care how tokens were cut into chunks (equal to about 1e-15).
 
-    C_q    = mean over a KV head's query rows of q^T q                              MomentSums, pass 1
-    C_k    = mean of k^T k, C_v = mean of v^T v, and the means of k and v           MomentSums, pass 1
-    C_s    = mean over query rows of (S V)^T (S V) = V^T S^T S V / rows             MomentSums, pass 1
-    C_sst  = sum_t w_t v_t^T v_t / sum_t w_t,  w_t = k_t C_q k_t^T                  SurrogateSums, pass 2
+    C_q    = mean over a KV head's query rows of q^T q                              MomentSums
+    C_k    = mean of k^T k, C_v = mean of v^T v, and the means of k and v           MomentSums
+    C_s    = mean over query rows of (S V)^T (S V) = V^T S^T S V / rows             MomentSums
+    W_o    = mean over a KV head's query heads of W_h^T W_h, out of the weights     output_moment
+    C_sst  = sum_t w_t v_t^T v_t / sum_t w_t,  w_t = k_t C_q k_t^T                  SurrogateSums, a second pass
 
 C_s is the paper's value target with the true causal softmax S. `V^T S^T S V` is the second moment of attention's own
-output, so S is never formed: the output that the model computes anyway is summed.
+output, so S is never formed: the output that the model computes anyway is summed, and one pass gives everything.
 
 C_sst is the public implementation's surrogate for it. Its weights need the finished C_q, and summing them symbolically
-in one pass would take a [d, d, d, d] moment, so the tokens are run through the model twice. They can be: calibration
-sequences are token ids, kept in memory, and the forward pass is deterministic.
+in one pass would take a [d, d, d, d] moment, so for this one method the tokens are run through the model twice. They can
+be: calibration sequences are token ids, kept in memory, and the forward pass is deterministic.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class LayerStatistics:
         k_moment, k_mean: [num_kv_heads, head_dim, head_dim] uncentred, and [num_kv_heads, head_dim].
         v_moment, v_mean: [num_kv_heads, v_head_dim, v_head_dim] uncentred, and [num_kv_heads, v_head_dim].
         v_score_moment: [num_kv_heads, v_head_dim, v_head_dim], C_s, the paper's softmax-weighted V.
-        v_surrogate_moment: [num_kv_heads, v_head_dim, v_head_dim], C_sst; None before the second pass.
+        v_surrogate_moment: [num_kv_heads, v_head_dim, v_head_dim], C_sst; None without the second pass.
+        output_moment: [num_kv_heads, v_head_dim, v_head_dim], W_o: an error x of a head's output costs x W_o x^T after the
+            output projection; None where the model's projection was not found or is quantised.
     """
 
     num_tokens: int
@@ -49,14 +52,26 @@ class LayerStatistics:
     v_mean: Tensor
     v_score_moment: Tensor
     v_surrogate_moment: Tensor | None = None
+    output_moment: Tensor | None = None
 
     def with_surrogate(self, moment: Tensor) -> LayerStatistics:
         """These statistics with the second pass's result in them."""
         return replace(self, v_surrogate_moment=moment)
 
 
+_SIDES = {
+    "q_moment": "query",
+    "k_moment": "key",
+    "k_mean": "key",
+    "v_moment": "value",
+    "v_mean": "value",
+    "v_score_moment": "attention output",
+}
+"""Sums of `MomentSums` and what each is a sum of, for errors."""
+
+
 class MomentSums:
-    """First pass over one layer: sums that give everything except the surrogate.
+    """One layer: the sums of the one pass that gives everything except the surrogate.
 
     Args:
         layer_id: named in errors.
@@ -66,7 +81,8 @@ class MomentSums:
         self.layer_id = layer_id
         self.num_tokens = 0
         self.num_query_rows = 0
-        self._sums: dict[str, Tensor] = {}
+        self.output_moment: Tensor | None = None
+        self.sums: dict[str, Tensor] = {}
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> None:
         """Count tokens in.
@@ -80,21 +96,26 @@ class MomentSums:
             NonFiniteError: a tensor holds NaN or infinity.
         """
         num_kv_heads = k.shape[1]
-        for side, x in (("query", q), ("key", k), ("value", v), ("attention output", output)):
-            check_finite(x, self.layer_id, side)
         q, output = (pool_query_group(x.double(), num_kv_heads) for x in (q, output))
         k, v = k.double().transpose(0, 1), v.double().transpose(0, 1)
-        self.num_tokens += k.shape[1]
-        self.num_query_rows += q.shape[1]
-        for name, value in {
+        added = {
             "q_moment": q.mT @ q,
             "k_moment": k.mT @ k,
             "k_mean": k.sum(1),
             "v_moment": v.mT @ v,
             "v_mean": v.sum(1),
             "v_score_moment": output.mT @ output,
-        }.items():
-            self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
+        }
+        for name, value in added.items():  # NaN and infinity survive summing, and the sums are the smaller tensors
+            check_finite(value, self.layer_id, _SIDES[name])
+        self.merge(added, k.shape[1], q.shape[1])
+
+    def merge(self, sums: dict[str, Tensor], num_tokens: int, num_query_rows: int) -> None:
+        """Add sums made elsewhere, for the same heads: names and shapes of `sums`, float64, not divided by anything."""
+        self.num_tokens += num_tokens
+        self.num_query_rows += num_query_rows
+        for name, value in sums.items():
+            self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
 
     def finish(self) -> LayerStatistics:
         """Divide by the counts.
@@ -105,10 +126,10 @@ class MomentSums:
         if not self.num_tokens:
             raise ValueError(f"layer {self.layer_id}: expected at least one real token, got none")
         per_query = ("q_moment", "v_score_moment")
-        rows = {name: self.num_query_rows if name in per_query else self.num_tokens for name in self._sums}
-        means = {name: (value / rows[name]).cpu() for name, value in self._sums.items()}
+        rows = {name: self.num_query_rows if name in per_query else self.num_tokens for name in self.sums}
+        means = {name: (value / rows[name]).cpu() for name, value in self.sums.items()}
         means |= {name: symmetrise(value) for name, value in means.items() if name.endswith("moment")}
-        return LayerStatistics(num_tokens=self.num_tokens, **means)
+        return LayerStatistics(num_tokens=self.num_tokens, output_moment=self.output_moment, **means)
 
 
 class SurrogateSums:
@@ -142,6 +163,20 @@ class SurrogateSums:
             raise ValueError(f"layer {self.layer_id}: expected at least one real token, got none")
         weight = self._weight.clamp(min=torch.finfo(torch.float64).tiny)
         return symmetrise(self._sum / weight.view(-1, 1, 1)).cpu()
+
+
+def output_moment(weight: Tensor, num_kv_heads: int, v_head_dim: int) -> Tensor:
+    """Metric of errors in attention's output after the output projection, per KV head.
+
+    Args:
+        weight: [hidden_size, num_qo_heads * v_head_dim], W of y = concat(heads) W^T; any float dtype.
+        num_kv_heads, v_head_dim: geometry.
+    Returns:
+        [num_kv_heads, v_head_dim, v_head_dim] float64 on the CPU: mean of W_h^T W_h over the head's query group, W_h the
+        columns of query head h.
+    """
+    columns = weight.detach().double().cpu().unflatten(1, (num_kv_heads, -1, v_head_dim)).permute(1, 2, 0, 3)
+    return symmetrise((columns.mT @ columns).mean(1))
 
 
 def pool_query_group(x: Tensor, num_kv_heads: int) -> Tensor:

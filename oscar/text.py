@@ -1,4 +1,4 @@
-"""Calibration text as token sequences: the user's files, or text that the model writes itself.
+"""Calibration text as token sequences: plain files, or text that the model writes itself. `oscar.sources` mixes files.
 
 Long sequences matter as much as many tokens: keys and queries are taken after RoPE, so their statistics depend on the
 positions they were seen at. A budget is therefore cut into few long sequences, up to the model's context length.
@@ -94,7 +94,7 @@ def share(budget: int, max_length: int) -> list[tuple[int, bool]]:
     return [(n, False) for n in cut(budget - held_out)] + [(n, True) for n in cut(held_out)]
 
 
-def from_file(path: str | Path, tokenizer, budget: int, max_length: int) -> list[Sequence]:
+def from_file(path: str | Path, tokenizer, budget: int, max_length: int, name: str | None = None) -> list[Sequence]:
     """Token sequences of a UTF-8 text file, evenly spaced over it if it holds more than the budget.
 
     Args:
@@ -102,6 +102,7 @@ def from_file(path: str | Path, tokenizer, budget: int, max_length: int) -> list
         tokenizer: the model's tokenizer; its start token, if it adds one, opens every sequence.
         budget: tokens to take; fewer come back if the file holds fewer.
         max_length: longest sequence in tokens.
+        name: what reports call the source; None: the file's name.
     Returns:
         Sequences in file order, so that the end of the file is held out.
     Raises:
@@ -125,7 +126,7 @@ def from_file(path: str | Path, tokenizer, budget: int, max_length: int) -> list
     sequences = []
     for run, (length, held_out) in zip(runs, pieces, strict=True):
         if tokens := (start + run)[:length]:
-            sequences.append(Sequence(torch.tensor(tokens, dtype=torch.long), path.name, held_out))
+            sequences.append(Sequence(torch.tensor(tokens, dtype=torch.long), name or path.name, held_out))
     return sequences
 
 

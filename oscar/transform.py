@@ -37,17 +37,20 @@ def hadamard(statistics: LayerStatistics, share_heads: bool = False) -> Transfor
 
 
 def oscar(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
-    """The paper's U H P with the targets of its public implementation: C_q for K, the `sst` surrogate for V.
+    """The paper's U H P with the paper's targets: C_q for K, V^T S^T S V with the true causal softmax S for V.
 
-    Source: arXiv 2605.17757 and its public implementation (METHOD 1.3, 1.4). That one shares a matrix over the heads of
-    a layer, which can be fatal (METHOD 0.7); here a KV head has its own unless share_heads is set.
+    Source: arXiv 2605.17757 (METHOD 1.1, 1.4). Its public implementation shares a matrix over the heads of a layer, which
+    can be fatal (METHOD 0.7); here a KV head has its own unless share_heads is set.
+    """
+    return rotate(statistics.q_moment, share_heads), rotate(statistics.v_score_moment, share_heads)
+
+
+def oscar_surrogate(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
+    """U H P with the V target of the paper's public implementation, `sst`: tokens weighted by k C_q k^T, no softmax.
+
+    Source: the public OSCAR implementation (METHOD 1.3); shared over heads it is what the published files hold.
     """
     return rotate(statistics.q_moment, share_heads), rotate(statistics.v_surrogate_moment, share_heads)
-
-
-def oscar_softmax(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
-    """U H P with the V target as the paper writes it: V^T S^T S V, S the causal softmax. Source: arXiv 2605.17757."""
-    return rotate(statistics.q_moment, share_heads), rotate(statistics.v_score_moment, share_heads)
 
 
 def raw(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
@@ -57,7 +60,7 @@ def raw(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
 
 METHODS: dict[str, Callable[[LayerStatistics, bool], Transforms]] = {
     "oscar": oscar,
-    "oscar-softmax": oscar_softmax,
+    "oscar-surrogate": oscar_surrogate,
     "raw": raw,
     "hadamard": hadamard,
     "identity": identity,
@@ -65,7 +68,7 @@ METHODS: dict[str, Callable[[LayerStatistics, bool], Transforms]] = {
 DATA_FREE = frozenset({"hadamard", "identity"})
 """Methods that read only shapes: calibration skips the passes over the text."""
 
-NEEDS_SURROGATE = frozenset({"oscar"})
+NEEDS_SURROGATE = frozenset({"oscar-surrogate"})
 """Methods that read the surrogate V moment, which takes a second pass over the text."""
 
 
@@ -175,6 +178,29 @@ def _paley(order: int) -> Tensor | None:
         one = torch.eye(q + 1, dtype=torch.float64)
         return (torch.kron(conference, off) + torch.kron(one, on)) / order**0.5
     return None
+
+
+def shape(statistics: LayerStatistics) -> dict:
+    """What is hard about a layer's rows, as JSON-able numbers with six digits.
+
+    Returns:
+        "k_outlier", "v_outlier": largest channel's root mean square over the median channel's, the worst head's; 1 is flat.
+        "k_spectrum", "v_spectrum": share of tr(C) in the 1, 2, 4, ... largest eigenvalues, mean over heads; C is the target
+        that `oscar` diagonalises, C_q for K and V^T S^T S V for V.
+    """
+    result = {}
+    for side, rows, target in (
+        ("k", statistics.k_moment, statistics.q_moment),
+        ("v", statistics.v_moment, statistics.v_score_moment),
+    ):
+        rms = torch.diagonal(rows, dim1=-2, dim2=-1).clamp(min=0).sqrt()
+        ratio = rms.amax(-1) / rms.median(-1).values.clamp(min=torch.finfo(torch.float64).tiny)
+        result[f"{side}_outlier"] = float(f"{min(float(ratio.max()), 1e9):.6g}")
+        values = torch.linalg.eigvalsh(target).flip(-1).clamp(min=0)
+        share = values.cumsum(-1) / values.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+        counts = [1 << i for i in range(share.shape[-1].bit_length()) if 1 << i <= share.shape[-1]]
+        result[f"{side}_spectrum"] = [float(f"{x:.6g}") for x in share.mean(0)[torch.tensor(counts) - 1]]
+    return result
 
 
 def _jacobsthal(q: int) -> Tensor:

@@ -7,7 +7,17 @@ import struct
 import pytest
 import torch
 
-from oscar.artifact import Artifact, ArtifactError, LayerTransforms, ModelIdentity, cache_path, find, load, save
+from oscar.artifact import (
+    Artifact,
+    ArtifactError,
+    LayerTransforms,
+    ModelIdentity,
+    cache_path,
+    find,
+    kv_heads_of_rank,
+    load,
+    save,
+)
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -72,6 +82,65 @@ def test_a_flipped_byte_is_found(saved, where):
         load(saved)
 
 
+def test_any_flipped_bit_of_the_header_is_found(saved):
+    """Every eighth bit, another one in each byte: lengths, names, offsets, spelling, digests and the padding."""
+    data = saved.read_bytes()
+    (header_size,) = struct.unpack("<Q", data[:8])
+    for i in range(8 + header_size):
+        flipped = bytearray(data)
+        flipped[i] ^= 1 << i % 8
+        saved.write_bytes(flipped)
+        with pytest.raises(ArtifactError):
+            load(saved)
+
+
+@pytest.mark.parametrize("layer, part", [(0, "k_transform"), (1, "v_clip")])
+def test_the_changed_tensor_is_named(tmp_path, layer, part):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = tmp_path / "a.safetensors"
+    save(make(), path)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+    tensors[f"layers.{layer}.{part}"].view(-1)[0] += 0.01
+    save_file(tensors, path, metadata)
+    with pytest.raises(ArtifactError, match=f"layers.{layer}.{part} was changed after it was written"):
+        load(path)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8, 16])
+def test_slices_of_ranks_rebuild_the_artifact(tp_size):
+    """8 KV heads: slices side by side are the whole; with more ranks than heads, copies have the same bytes."""
+    generator = torch.Generator().manual_seed(0)
+    config = CONFIG | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8}
+    parts = ("k_transform", "v_transform", "k_clip", "v_clip", "k_mean", "v_levels")
+    shapes = ((8, 8, 8), (8, 8, 8), (8,), (8,), (8, 8), (8, 4))
+    layers = {
+        i: LayerTransforms(**{n: torch.rand(s, generator=generator) for n, s in zip(parts, shapes, strict=True)})
+        for i in range(2)
+    }
+    artifact = make(model=ModelIdentity.from_config(config), layers=layers)
+    ranks = [artifact.of_rank(rank, tp_size) for rank in range(tp_size)]
+    copies = max(1, tp_size // 8)
+    for i, layer in layers.items():
+        for name in parts:
+            whole = getattr(layer, name)
+            pieces = [getattr(rank[i], name) for rank in ranks]
+            assert torch.equal(torch.cat(pieces[::copies]), whole)
+            for first in range(0, tp_size, copies):
+                assert all(torch.equal(pieces[first], p) for p in pieces[first : first + copies])
+        assert ranks[0][i].v_mean is None
+
+
+def test_ranks_that_do_not_fit():
+    artifact = make()  # 2 KV heads
+    with pytest.raises(ValueError, match="--tp 3 must divide the model's 2 KV heads or be a multiple of them"):
+        artifact.of_rank(0, 3)
+    with pytest.raises(ValueError, match="expected a rank from 0 to 1, got 2"):
+        artifact.of_rank(2, 2)
+
+
 @pytest.mark.parametrize("keep", [0, 7, 100, 0.5, -1])
 def test_truncation_is_found(saved, keep):
     data = saved.read_bytes()
@@ -81,16 +150,33 @@ def test_truncation_is_found(saved, keep):
 
 
 @pytest.mark.parametrize(
-    "old, new",
-    [('"method":"identity"', '"method":"hadamard"'), ('"seed":0', '"seed":1'), ('"group_size":64', '"group_size":32')],
+    "field, old, new",
+    [
+        ("method", '"method":"identity"', '"method":"hadamard"'),
+        ("provenance", '"seed":0', '"seed":1'),
+        ("group_size", '"group_size":64', '"group_size":32'),
+        ("meta_dtype", '"meta_dtype":"float16"', '"meta_dtype":"bfloat16"'),
+        ("sink_tokens", '"sink_tokens":64', '"sink_tokens":65'),
+        ("recent_tokens", '"recent_tokens":256', '"recent_tokens":255'),
+        ("num_tokens", '"num_tokens":100', '"num_tokens":101'),
+        ("model.architecture", '"architecture":"Qwen3', '"architecture":"Qwen2'),
+        ("model.num_layers", '"num_layers":2', '"num_layers":3'),
+        ("model.num_qo_heads", '"num_qo_heads":4', '"num_qo_heads":8'),
+        ("model.num_kv_heads", '"num_kv_heads":2', '"num_kv_heads":1'),
+        ("model.head_dim", '"head_dim":64', '"head_dim":60'),
+        ("model.rope", '"rope_theta":50000.0', '"rope_theta":60000.0'),
+    ],
 )
-def test_an_edited_header_is_found(saved, old, new):
+def test_an_edited_field_is_named(saved, field, old, new):
     data = saved.read_bytes()
     # The header is a JSON string inside safetensors' own JSON.
     old, new = (fragment.replace('"', '\\"').encode() for fragment in (old, new))
     assert data.count(old) == 1
-    saved.write_bytes(data.replace(old, new))
-    with pytest.raises(ArtifactError, match="header_digest"):
+    (size,) = struct.unpack("<Q", data[:8])
+    header, body = data[8 : 8 + size].rstrip(b" ").replace(old, new), data[8 + size :]
+    header += b" " * (-len(header) % 8)
+    saved.write_bytes(struct.pack("<Q", len(header)) + header + body)
+    with pytest.raises(ArtifactError, match=rf"{field} was changed after it was written \(header_digest"):
         load(saved)
 
 

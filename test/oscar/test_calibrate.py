@@ -10,12 +10,15 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from oscar import artifact as artifacts
-from oscar import text
-from oscar.calibrate import CalibrationError, CalibrationOptions, calibrate
-from oscar.capture import UnsupportedModelError, capturing, check_supported
+from oscar import text, transform
+from oscar.calibrate import CALIBRATION_ERRORS, CalibrationError, CalibrationOptions, calibrate, halves
+from oscar.capture import LayerCapture, UnsupportedModelError, capturing, check_supported
+from oscar.clip_search import GRID, ClipSearch
+from oscar.codec import RowFormat
 from oscar.heldout import attend_mixed
-from oscar.report import warnings
-from oscar.statistics import MomentSums, NonFiniteError
+from oscar.load_model import LoadError
+from oscar.report import RECOMMENDED, USABLE, describe, verdict, warnings
+from oscar.statistics import LayerStatistics, MomentSums, NonFiniteError
 
 PROSE = "Second moments are summed in double precision while the model reads; nothing else is kept. "
 
@@ -176,10 +179,15 @@ def test_too_few_tokens(tiny_models, tmp_path):
         ({"k_clip": 1.5}, "k_clip must be in"),
         ({"sink_tokens": -1}, "sink_tokens must not be negative"),
         ({"device": "nowhere"}, "expected a device"),
+        ({"clip": "best"}, "clip must be one of paper, search"),
+        ({"clip": "search", "k_clip": 0.9}, "expected either a search or fixed quantiles"),
+        ({"from_stats": "f", "text": ("t",)}, "expected no --text beside it"),
+        ({"from_stats": "f", "save_stats": "g"}, "expected no --save-stats beside it"),
+        ({"from_stats": "f"}, "expected a file of statistics, found none"),
     ],
 )
 def test_bad_options(changes, message, tiny_models):
-    with pytest.raises(CalibrationError, match=message):
+    with pytest.raises(CALIBRATION_ERRORS, match=message):
         calibrate(quick(tiny_models(), **changes))
 
 
@@ -188,7 +196,7 @@ def test_missing_weights_are_noticed(tmp_path, make_model, make_tokenizer):
     weights = {k: v for k, v in model.state_dict().items() if "layers.1.self_attn.k_proj" not in k}
     model.save_pretrained(tmp_path, state_dict=weights)
     make_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(CalibrationError, match=r"lack model.layers.1.self_attn.k_proj.weight"):
+    with pytest.raises(LoadError, match=r"lack model.layers.1.self_attn.k_proj.weight"):
         calibrate(quick(tmp_path))
 
 
@@ -239,6 +247,187 @@ def test_mix_and_the_worse_source_are_said(tiny_models, tmp_path):
     assert warnings(artifact) == []
     artifact.provenance["held_out"]["sources"][1]["attention"] *= 2
     assert len(warnings(artifact)) == 1 and warnings(artifact)[0].startswith("b.txt is clearly worse off than a.txt")
+
+
+def saved(tmp_path, model, **changes) -> bytes:
+    """Bytes of the artifact that these options give."""
+    artifacts.save(calibrate(quick(model, **changes)), tmp_path / "a")
+    return (tmp_path / "a").read_bytes()
+
+
+@pytest.mark.parametrize("method, clip", [("oscar", "paper"), ("raw", "paper"), ("oscar", "search"), ("hadamard", "paper")])
+def test_saved_statistics_give_the_same_artifact(method, clip, tiny_models, tmp_path):
+    model, stats = tiny_models(chat=True), tmp_path / "stats"
+    calibrate(quick(model, save_stats=stats))
+    direct = saved(tmp_path, model, method=method, clip=clip)
+    again = saved(tmp_path, model, method=method, clip=clip, from_stats=stats, tokens=5000, seed=9)
+    if method == "hadamard":  # it reads no statistics, so a direct run keeps none to draw
+        direct, again = (artifacts.load(tmp_path / "a") for _ in range(2))
+        assert direct.provenance["held_out"] == again.provenance["held_out"]
+    else:
+        assert direct == again
+
+
+def test_saved_surrogate_statistics(tiny_models, tmp_path):
+    model, stats = tiny_models(), tmp_path / "stats"
+    calibrate(quick(model, save_stats=stats))
+    with pytest.raises(CalibrationError, match="expected the surrogate moments that --method oscar-surrogate reads"):
+        calibrate(quick(model, method="oscar-surrogate", from_stats=stats))
+    calibrate(quick(model, method="oscar-surrogate", save_stats=stats))
+    direct = saved(tmp_path, model, method="oscar-surrogate")
+    assert direct == saved(tmp_path, model, method="oscar-surrogate", from_stats=stats)
+
+
+def test_statistics_of_another_model_or_changed_are_refused(tiny_models, tmp_path):
+    stats = tmp_path / "stats"
+    calibrate(quick(tiny_models(), save_stats=stats))
+    with pytest.raises(artifacts.ArtifactError, match="statistics of another model: rope is .* in the statistics"):
+        calibrate(quick(tiny_models(rope_theta=7.0), from_stats=stats))
+    data = bytearray(stats.read_bytes())
+    data[-20] ^= 1
+    stats.write_bytes(data)
+    with pytest.raises(artifacts.ArtifactError, match=r"(layers|held_out)\.\S+ was changed .*--save-stats` again"):
+        calibrate(quick(tiny_models(), from_stats=stats))
+    stats.write_bytes(data[:-9])
+    with pytest.raises(artifacts.ArtifactError, match="not a whole safetensors file"):
+        calibrate(quick(tiny_models(), from_stats=stats))
+    artifacts.save(calibrate(quick(tiny_models())), stats)
+    with pytest.raises(artifacts.ArtifactError, match="expected an OSCAR statistics file"):
+        calibrate(quick(tiny_models(), from_stats=stats))
+
+
+def test_bad_text_is_found_before_the_model_is_loaded(tiny_models, tmp_path, monkeypatch):
+    from oscar import calibrate as module
+
+    def never(*_):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(module, "load_model", never)
+    (tmp_path / "t.jsonl").write_text('{"text": "fine"}\nnot JSON')
+    with pytest.raises(text.TextError, match="line 2"):
+        calibrate(quick(tiny_models(), text=(tmp_path / "t.jsonl",)))
+    (tmp_path / "t.txt").write_text("a few words")
+    with pytest.raises(
+        CalibrationError, match="too few tokens: expected at least 64 for head_dim 32, got 10 found in the text"
+    ):
+        calibrate(quick(tiny_models(), text=(tmp_path / "t.txt",)))
+
+
+def test_halves():
+    held_out = [text.Sequence(torch.arange(n), "s", True) for n in (5, 1, 8)]
+    first, second = halves(held_out)
+    assert [len(s.tokens) for s in first] == [2, 4] and [len(s.tokens) for s in second] == [3, 1, 4]
+    joined = torch.cat([second[0].tokens, first[0].tokens])
+    assert sorted(joined.tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_searched_clip_is_no_worse_where_it_was_searched(make_model):
+    """The chosen quantiles beat the paper's on the text they were chosen on, head by head, and are on the grid."""
+    model, ids, fmt = make_model("Qwen3"), random_ids(1, 200), RowFormat(32)
+    (capture, _) = captures(model, ids)
+    eye = torch.eye(32).expand(2, 32, 32)
+    search = ClipSearch(artifacts.LayerTransforms(eye, eye, torch.ones(2), torch.ones(2)), fmt, fmt, 4, 16)
+    search.add(capture)
+    best = search.best()
+    for side, paper in (("k", 0.96), ("v", 0.92)):
+        errors, clip = search.errors[side], getattr(best, f"{side}_clip")
+        assert errors.shape == (len(GRID), 2) and (errors > 0).all()
+        at = [GRID.index(round(x, 2)) for x in clip.tolist()]
+        for head in range(2):
+            assert errors[at[head], head] == errors[:, head].min() <= errors[GRID.index(paper), head]
+
+
+def test_search_looks_at_the_windows_only_if_tokens_lie_outside(make_model):
+    model, fmt, eye = make_model("Qwen3"), RowFormat(32), torch.eye(32).expand(2, 32, 32)
+    (capture, _) = captures(model, random_ids(1, 60))
+    for recent, other in ((500, 0), (500, 600)):  # as long as the sequence or longer: no window counts
+        found = []
+        for window in (recent, other):
+            search = ClipSearch(artifacts.LayerTransforms(eye, eye, torch.ones(2), torch.ones(2)), fmt, fmt, 0, window)
+            search.add(capture)
+            found.append(search.errors["k"])
+        assert (found[0] > 0).all()
+        assert torch.equal(*found)
+
+
+def test_searched_artifact(tiny_models):
+    artifact = calibrate(quick(tiny_models(), clip="search", sink_tokens=2, recent_tokens=8))
+    assert artifact.provenance["clip"] == {"how": "search", "grid": list(GRID)}
+    clips = torch.cat([torch.cat((layer.k_clip, layer.v_clip)) for layer in artifact.layers.values()])
+    assert all(any(abs(c - g) < 1e-6 for g in GRID) for c in clips.tolist())
+    paper = calibrate(quick(tiny_models(), sink_tokens=2, recent_tokens=8))
+    assert artifact.provenance["held_out"]["tokens"] == (paper.provenance["held_out"]["tokens"] + 1) // 2
+
+
+def test_output_projection_is_found(family, make_model):
+    model = make_model(family)
+    for capture, layer in zip(captures(model, random_ids(1, 8)), model.model.layers, strict=True):
+        assert capture.output_weight is layer.self_attn.o_proj.weight
+
+
+def test_shape_of_rows():
+    """One channel of eight ten times as large; a target with all its energy in one direction."""
+    k = torch.diag(torch.tensor([100.0] + [1.0] * 7).double()).expand(2, 8, 8)
+    one = torch.zeros(2, 8, 8).double()
+    one[:, 0, 0] = 5
+    eye = torch.eye(8).double().expand(2, 8, 8)
+    found = transform.shape(LayerStatistics(10, one, k, k[:, 0], eye, eye[:, 0], eye))
+    assert found["k_outlier"] == 10 and found["v_outlier"] == 1
+    assert found["k_spectrum"] == [1, 1, 1, 1] and found["v_spectrum"] == [0.125, 0.25, 0.5, 1]
+
+
+@pytest.mark.parametrize(
+    "served, label",
+    [(RECOMMENDED, "recommended"), (RECOMMENDED + 0.001, "usable with larger windows"), (USABLE + 0.001, "not recommended")],
+)
+def test_verdict(served, label, tiny_models, tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(PROSE * 40)
+    options = quick(tiny_models(), text=(tmp_path / "a.txt", tmp_path / "b.txt"), sink_tokens=4, recent_tokens=8)
+    artifact = calibrate(options)
+    held_out = artifact.provenance["held_out"]
+    held_out["sources"][0]["served"], held_out["sources"][1]["served"] = 0.01, served
+    found = verdict(artifact)
+    assert (found["label"], found["error"]) == (label, served) and describe(artifact)["verdict"] == found
+    for word in (f"{label}: as served", f"{served:.1%}", "b.txt", "10%", "25%"):
+        assert word in found["sentence"], word
+    artifact.recent_tokens = 100  # too little was read outside of the windows
+    assert verdict(artifact)["label"] == "unknown"
+    assert "no held-out sequence has twice the 104 tokens of the windows" in verdict(artifact)["sentence"]
+    held_out["sources"] = []
+    assert verdict(artifact)["label"] == "unknown"
+
+
+def test_a_source_unlike_the_text_is_said(tmp_path, make_model, make_tokenizer):
+    """Calibrated on A, the error on B, whose channels vary otherwise, is clearly larger and is said (FIELD C4)."""
+    from oscar.heldout import LayerErrorSums, total
+
+    generator = torch.Generator().manual_seed(0)
+    bases = torch.linalg.qr(torch.randn(2, 64, 64, generator=generator)).Q
+    spread = torch.full((64,), 0.01)
+    spread[:2] = 1
+    rows = [(torch.randn(2, 300, 64, generator=generator) * spread) @ basis.T for basis in bases]  # A and B
+    moment = (rows[0].mT @ rows[0]).double() / 300
+    t = transform.rotate(moment).float()
+    layer = artifacts.LayerTransforms(t, t, torch.full((2,), 0.96), torch.full((2,), 0.96))
+    errors = []
+    for x in rows:
+        sums = LayerErrorSums(layer, RowFormat(64), RowFormat(64), 0, 0)
+        real = torch.ones(1, 300, dtype=torch.bool)
+        sums.add(LayerCapture(0, 8 * x[None], x[None], x[None], x[None].transpose(1, 2), real, 64**-0.5, None, None))
+        errors.append(total([sums]))
+    assert errors[1].v > 1.25 * errors[0].v and errors[1].attention > 1.25 * errors[0].attention
+    artifact = calibrate(quick_model(tmp_path, make_model, make_tokenizer))
+    sources = [{"source": n, "tokens": 300, **dataclasses.asdict(e)} for n, e in zip("AB", errors, strict=True)]
+    artifact.provenance["held_out"]["sources"] = sources
+    assert any(line.startswith("B is clearly worse off than A") for line in warnings(artifact))
+
+
+def quick_model(folder, make_model, make_tokenizer) -> CalibrationOptions:
+    """Options for a tiny model saved in this folder."""
+    make_model("Qwen3").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return quick(folder)
 
 
 def test_options_are_immutable():

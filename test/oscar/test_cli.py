@@ -47,7 +47,8 @@ def test_calibrate_prints_table_and_sentence(tiny_models, tmp_path, capsys):
     arguments = ("--model", tiny_models(), "--output", file, "--tokens", 1024, "--recent-tokens", 16, "--sink-tokens", 4)
     assert run("calibrate", *arguments, "--share-heads") == 0
     captured = capsys.readouterr()
-    for word in ("held-out tokens", "layer 1", "all", "as served", "16 bits", "without --share-heads", "Wrote"):
+    words = ("held-out tokens", "layer 1", "all", "as served", "16 bits", "Verdict: ", "without --share-heads", "Wrote")
+    for word in words:
         assert word in captured.out, word
     for step in ("write text", "statistics", "held-out error", "left"):  # the progress bar
         assert step in captured.err
@@ -55,6 +56,33 @@ def test_calibrate_prints_table_and_sentence(tiny_models, tmp_path, capsys):
     assert (artifact.recent_tokens, artifact.sink_tokens) == (16, 4)
     assert torch.equal(artifact.layers[0].k_transform[0], artifact.layers[0].k_transform[1])
     assert [p.name for p in file.parent.iterdir()] == [file.name]
+
+
+def test_picture_json_and_verdict(tiny_models, tmp_path, capsys):
+    picture, file = tmp_path / "a.png", tmp_path / "a.safetensors"
+    arguments = ("calibrate", "--model", tiny_models(), "--output", file, "--tokens", 1024, "--recent-tokens", 16)
+    assert run(*arguments, "--sink-tokens", 4, "--picture", picture, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"]["label"] in ("recommended", "usable with larger windows", "not recommended")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    first = picture.read_bytes()
+    assert run("inspect", file, "--picture", picture) == 0
+    assert "Verdict: " + found["verdict"]["label"] in capsys.readouterr().out and picture.read_bytes() == first
+    assert "expected a file that ends in .png" in fails(capsys, "inspect", file, "--picture", tmp_path / "a.doc")
+    assert "--picture" in fails(capsys, "inspect", file, "--picture", file / "a.png")
+    hadamard = (*arguments[:5], "--method", "hadamard", "--tokens", 256, "--quiet", "--picture", tmp_path / "b.svg")
+    assert run(*hadamard) == 0 and "method reads no text" in (tmp_path / "b.svg").read_text()
+
+
+def test_statistics_are_saved_and_read(tiny_models, tmp_path, capsys):
+    stats, files = tmp_path / "stats", [tmp_path / name for name in "ab"]
+    base = ("calibrate", "--model", tiny_models(), "--tokens", 1024, "--quiet")
+    assert run(*base, "--output", files[0], "--save-stats", stats) == 0
+    assert run(*base, "--output", files[1], "--from-stats", stats) == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+    line = fails(capsys, *base, "--output", files[1], "--from-stats", files[0])
+    assert "expected an OSCAR statistics file" in line
+    assert "--save-stats" in fails(capsys, *base, "--output", files[1], "--save-stats", stats / "x")
 
 
 def test_quiet_is_quiet(tiny_models, tmp_path, capsys):
@@ -71,9 +99,9 @@ def test_defaults_are_the_config(tiny_models):
 
 
 def test_methods_are_those_of_transform():
-    from oscar import transform
+    from oscar import arguments, calibrate, transform
 
-    assert sorted(cli._METHODS) == sorted(transform.METHODS)
+    assert sorted(arguments.METHODS) == sorted(transform.METHODS) and arguments.CLIPS == calibrate.CLIPS
 
 
 def test_inspect(made, capsys):
@@ -85,7 +113,7 @@ def test_inspect(made, capsys):
     assert run("inspect", file, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["fingerprint"] == artifacts.ModelIdentity.from_path(folder).fingerprint
-    assert found["bytes_per_token"] == 2 * 2 * 2 * (32 // 4 + 4)
+    assert found["bytes_per_token"] == 2 * 2 * 2 * (32 // 4 + 4) + 4
     assert found["clip"] == {"k": config.DEFAULT_K_CLIP, "v": config.DEFAULT_V_CLIP}
     assert found["file_bytes"] == file.stat().st_size
 
@@ -95,18 +123,18 @@ def test_plan(tiny_models, capsys):
     assert run(*arguments, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["bytes_per_token_16_bit"] == 2 * 2 * 2 * 128 * 2
-    assert found["bytes_per_token"] == 2 * 2 * 2 * 36 and found["bits_per_element"] == 2.25
+    assert found["bytes_per_token"] == 2 * 2 * 2 * 36 + 4 and found["bits_per_element"] == 2.25
     row = found["contexts"][0]
-    assert row["bytes"] == 100000 * 288 + 320 * 2048 and row["requests"] == 2**30 // row["bytes"]
+    assert row["bytes"] == 100000 * 292 + 384 * 2056 and row["requests"] == 2**30 // row["bytes"]
     assert run(*arguments) == 0
-    assert "7.11 times fewer" in capsys.readouterr().out
+    assert "7.01 times fewer" in capsys.readouterr().out
 
 
 def test_help_says_units_and_defaults(capsys):
     assert run("calibrate", "--help") == 0
     text = capsys.readouterr().out
     assert f"default: {config.DEFAULT_CALIBRATION_TOKENS}" in text and "tokens" in text
-    for command in ("calibrate", "inspect", "plan", "needle", "model-path"):
+    for command in ("calibrate", "convert", "inspect", "verify", "plan", "needle", "model-path"):
         assert run(command, "--help") == 0
 
 
@@ -206,9 +234,31 @@ def test_interrupt_leaves_the_old_file(tiny_models, tmp_path, capsys, monkeypatc
 
     monkeypatch.setattr(calibrate, "_measure", interrupted)
     (tmp_path / "a").write_text("old")
-    assert run(*calibrate_with(tiny_models(), tmp_path / "a", "--quiet")) == cli.INTERRUPTED
-    assert capsys.readouterr().err == "\noscar calibrate: interrupted, nothing was written\n"
+    model = tiny_models()
+    capsys.readouterr()
+    assert run(*calibrate_with(model, tmp_path / "a", "--quiet")) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "\noscar calibrate: interrupted, no artifact was written\n"
     assert [p.name for p in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+    stats = tmp_path / "s"
+    assert run(*calibrate_with(tiny_models(), tmp_path / "a", "--quiet", "--save-stats", stats)) == cli.INTERRUPTED
+    assert capsys.readouterr().err.endswith(f"no artifact was written; {stats} is whole, go on with --from-stats\n")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "s"] and (tmp_path / "a").read_text() == "old"
+
+
+@pytest.mark.parametrize("flag", ["--output", "--save-stats"])
+def test_interrupt_while_writing_leaves_no_half_file(flag, tiny_models, tmp_path, capsys, monkeypatch):
+    real, calls = os.fsync, []
+
+    def interrupted(handle):
+        calls.append(handle)
+        if len(calls) == (2 if flag == "--output" else 1):  # the statistics are written first
+            raise KeyboardInterrupt
+        return real(handle)
+
+    monkeypatch.setattr("oscar.artifact.os.fsync", interrupted)
+    files = "--save-stats", tmp_path / "s", "--quiet"
+    assert run(*calibrate_with(tiny_models(), tmp_path / "a", *files)) == cli.INTERRUPTED
+    assert [p.name for p in tmp_path.iterdir()] == ([] if flag == "--save-stats" else ["s"])
 
 
 def test_bad_arguments_are_one_line(capsys):
@@ -224,7 +274,7 @@ def test_inspect_of_bad_files(made, tmp_path, capsys):
     (tmp_path / "cut").write_bytes(data[:-10])
     assert "not a whole safetensors file" in fails(capsys, "inspect", tmp_path / "cut")
     (tmp_path / "flip").write_bytes(data[:-10] + bytes([data[-10] ^ 1]) + data[-9:])
-    assert "tensors were changed" in fails(capsys, "inspect", tmp_path / "flip")
+    assert "layers.1.v_transform was changed" in fails(capsys, "inspect", tmp_path / "flip")
 
 
 def test_model_path_and_needle(tmp_path, capsys, monkeypatch, make_tokenizer):

@@ -11,7 +11,9 @@ from oscar.cli import build_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"(?:python -m oscar|(?<![\w-])oscar) ((?:calibrate|inspect|plan|needle|model-path)[^`\n#]*)")
+COMMAND = re.compile(
+    r"(?:python -m oscar|(?<![\w-])oscar) ((?:calibrate|convert|inspect|verify|plan|needle|model-path)[^`\n#]*)"
+)
 
 
 def test_support_table_is_the_code():

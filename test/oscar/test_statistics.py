@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oscar.statistics import MomentSums, NonFiniteError, SurrogateSums, pool_query_group
+from oscar.statistics import MomentSums, NonFiniteError, SurrogateSums, output_moment, pool_query_group
 
 # Three tokens, four query heads over two KV heads, head_dim 4 (V too).
 Q = torch.tensor(
@@ -119,6 +119,25 @@ def test_any_chunking(chunks):
     for parts in zip(k.split(chunks), v.split(chunks), strict=True):
         pieces.add(*parts)
     torch.testing.assert_close(pieces.finish(), once.finish(), atol=1e-12, rtol=1e-12)
+
+
+def test_output_metric_by_hand():
+    """Four query heads over two KV heads, two channels each, into a hidden size of three."""
+    weight = torch.tensor(
+        [
+            [1, 0, 0, 2, 1, 1, 0, 0],
+            [0, 1, 1, 0, 0, 0, 0, 3],
+            [2, 0, 0, 0, 0, 1, 1, 0],
+        ]
+    )
+    # W_0^T W_0 = [[5, 0], [0, 1]], W_1^T W_1 = [[1, 0], [0, 4]]; W_2^T W_2 = [[1, 1], [1, 2]], W_3^T W_3 = [[1, 0], [0, 9]].
+    expected = torch.tensor([[[6, 0], [0, 5]], [[2, 1], [1, 11]]]).double() / 2
+    assert torch.equal(output_moment(weight.float(), 2, 2), expected)
+    # And by its meaning: a random error of both heads of a group costs that after the projection.
+    error = torch.randn(2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for group in range(2):
+        cost = sum((weight[:, 2 * h : 2 * h + 2].double() @ error).square().sum() for h in (2 * group, 2 * group + 1)) / 2
+        torch.testing.assert_close(error @ expected[group] @ error, cost, atol=1e-10, rtol=0)
 
 
 def test_query_heads_join_their_own_kv_head():

@@ -102,8 +102,8 @@ def test_targets_are_not_swapped():
     moment = {name: random_moment(1, 16, seed=i) for i, name in enumerate(names)}
     statistics = LayerStatistics(1, k_mean=moment["k_moment"][:, 0], v_mean=moment["v_moment"][:, 0], **moment)
     expected = {
-        "oscar": ("q_moment", "v_surrogate_moment"),
-        "oscar-softmax": ("q_moment", "v_score_moment"),
+        "oscar": ("q_moment", "v_score_moment"),
+        "oscar-surrogate": ("q_moment", "v_surrogate_moment"),
         "raw": ("k_moment", "v_moment"),
     }
     for method, sides in expected.items():

@@ -11,9 +11,10 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.oscar.fold import fold_value_transform
 from sglang.srt.oscar.metrics import CacheMetrics
 from sglang.srt.oscar.pool import OscarTokenToKVPool, describe
-from sglang.srt.oscar.runtime import get_runtime, local_kv_heads
+from sglang.srt.oscar.runtime import get_runtime
 from sglang.srt.runtime_context import get_parallel, get_serving
 
+from oscar.artifact import kv_heads_of_rank
 from oscar_kernel import ReadPlan, decode_attention, extend_attention, write_windows
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class OscarAttnBackend(AttentionBackend):
     def _prepare_layers(self, model: torch.nn.Module) -> None:
         """Fold value transforms, and put each layer's codec on the pool's device."""
         pool, parallel = self.token_to_kv_pool, get_parallel()
-        heads = local_kv_heads(self.runtime.artifact.model.num_kv_heads, parallel.attn_tp_rank, parallel.attn_tp_size)
+        heads = kv_heads_of_rank(self.runtime.artifact.model.num_kv_heads, parallel.attn_tp_rank, parallel.attn_tp_size)
         folded = 0
         for parent in model.modules():
             for attn in parent.children():

@@ -13,9 +13,6 @@ from oscar.artifact import Artifact, load
 from oscar.codec import LosslessFormat, RowFormat
 from oscar_kernel import LayerCodec
 
-MAP_BYTES = 4
-"""row_of_slot of one slot."""
-
 
 @dataclass(frozen=True)
 class Runtime:
@@ -93,18 +90,3 @@ def get_runtime(server_args) -> Runtime | None:
 @functools.lru_cache(maxsize=1)
 def _load(settings: OscarSettings) -> Runtime:
     return Runtime(settings, load(settings.artifact_path))
-
-
-def local_kv_heads(total: int, tp_rank: int, tp_size: int) -> slice:
-    """KV heads of one tensor-parallel rank; with more ranks than heads each head lives on several ranks.
-
-    Raises:
-        ValueError: neither number divides the other.
-    """
-    if total % tp_size == 0:
-        per_rank = total // tp_size
-        return slice(tp_rank * per_rank, (tp_rank + 1) * per_rank)
-    if tp_size % total == 0:
-        head = tp_rank // (tp_size // total)
-        return slice(head, head + 1)
-    raise ValueError(f"--kv-quant oscar: --tp {tp_size} must divide the model's {total} KV heads or be a multiple of them")
