@@ -14,7 +14,6 @@ from oscar.artifact import (
     ModelIdentity,
     cache_path,
     find,
-    kv_heads_of_rank,
     load,
     save,
 )

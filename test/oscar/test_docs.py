@@ -11,7 +11,8 @@ from oscar.cli import build_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(
+VERBS = "calibrate|convert|inspect|verify|plan|needle|model-path"
+COMMAND = re.compile(rf"(?:python -m oscar|(?<![\w-])oscar) ((?:{VERBS})[^`\n#]*)")
     r"(?:python -m oscar|(?<![\w-])oscar) ((?:calibrate|convert|inspect|verify|plan|needle|model-path)[^`\n#]*)"
 )
 
