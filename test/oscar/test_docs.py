@@ -13,8 +13,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 VERBS = "calibrate|convert|inspect|verify|plan|needle|model-path"
 COMMAND = re.compile(rf"(?:python -m oscar|(?<![\w-])oscar) ((?:{VERBS})[^`\n#]*)")
-    r"(?:python -m oscar|(?<![\w-])oscar) ((?:calibrate|convert|inspect|verify|plan|needle|model-path)[^`\n#]*)"
-)
 
 
 def test_support_table_is_the_code():
