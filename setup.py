@@ -5,12 +5,17 @@ under python/ would find nothing (there is no `__init__.py` to find) and adding 
 """
 
 import re
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "sgl-kernel"))
+import build_cpu  # noqa: E402 - compiles the CPU kernels into `oscar_kernel`
+
 # Read, not imported: a build must not need what the package needs.
-SOURCE = Path(__file__).parent.joinpath("oscar", "__init__.py").read_text(encoding="utf-8")
+SOURCE = HERE.joinpath("oscar", "__init__.py").read_text(encoding="utf-8")
 CONSTANTS = dict(re.findall(r'^(\w+) = "([^"]*)"', SOURCE, re.M))
 
 setup(
@@ -30,12 +35,14 @@ setup(
         "oscar_kernel": "sgl-kernel/python/oscar_kernel",
         "sglang.srt.oscar": "python/sglang/srt/oscar",
     },
-    package_data={"oscar": ["embedded/*", "**/*.jinja", "**/*.json", "**/*.md", "**/*.txt"]},
+    cmdclass=build_cpu.CMDCLASS,
+    package_data={"oscar_kernel": ["*.so"], "oscar": ["embedded/*", "**/*.jinja", "**/*.json", "**/*.md", "**/*.txt"]},
     install_requires=[
         f"sglang=={CONSTANTS['SGLANG_VERSION']}",
         "matplotlib",
         "numpy",
         "prometheus_client",
+        "requests",
         "rich",
         "safetensors",
         "torch",

@@ -1,36 +1,90 @@
 """Store, decode and extend against a float64 oracle that looks at one token at a time."""
 
+import itertools
 import sys
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from oscar import codec as codec_module
 from oscar.codec import LosslessFormat, RowFormat
-from oscar_kernel import LayerCache, LayerCodec, decode_attention, extend_attention, plan_read, store_kv
+from oscar_kernel import LayerCache, LayerCodec, cpu, decode_attention, extend_attention, ops, plan_read, store_kv
 from oscar_kernel.attend import attend, merge_states
 
 SINK, RECENT = 4, 16
 
+IMPLS = ["reference", "portable", "avx2", "avx512"]
+"""PyTorch, and the levels of the C++ library."""
 
-def codec_of(num_kv_heads, head_dim, v_head_dim, lossless=False, orthogonal=True, fold=False, mean=False, seed=0):
+TOLERANCE = {"reference": 1e-5, "portable": 1e-5, "avx2": 1e-5, "avx512": 5e-4}
+"""Largest error of a query head's output against float64 on the same rows, relative to its norm. The integer kernels carry 16
+bits of a query and 13 of a weight; the others are float32 throughout."""
+
+
+@pytest.fixture(params=IMPLS)
+def backend(request):
+    """Keyword arguments that make an op run one implementation."""
+    return backend_of(request.param)
+
+
+def backend_of(name):
+    if name == "reference":
+        return {"impl": "reference"}
+    if name not in cpu.supported_isas():
+        pytest.skip(f"level {name} is not built, or this CPU lacks it")
+    return {"impl": "cpu", "isa": name}
+
+
+def assert_heads_close(out, expected, backend, slack=1.0):
+    """out, expected [num_qo_heads, v_head_dim]."""
+    error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(error.max()) < slack * TOLERANCE[backend.get("isa", "reference")]
+
+
+def codec_of(
+    num_kv_heads,
+    head_dim,
+    v_head_dim,
+    lossless=False,
+    orthogonal=True,
+    fold=False,
+    mean=False,
+    levels=False,
+    group_size=None,
+    meta_dtype="float16",
+    float32=False,
+    clip=(0.96, 0.92),
+    seed=0,
+):
     g = torch.Generator().manual_seed(seed)
 
     def transform(dim):
         t = torch.randn(num_kv_heads, dim, dim, generator=g, dtype=torch.float64)
-        return torch.linalg.qr(t).Q if orthogonal else torch.linalg.qr(t).Q * torch.linspace(0.5, 2, dim)
+        t = torch.linalg.qr(t).Q if orthogonal else torch.linalg.qr(t).Q * torch.linspace(0.5, 2, dim)
+        return t.float().double() if float32 else t  # an artifact keeps float32
+
+    def row_format(dim):
+        return LosslessFormat(dim) if lossless else RowFormat(dim, group_size, meta_dtype)
+
+    def table():
+        return (torch.randn(num_kv_heads, 4, generator=g) * 160).clamp(-1000, 1000).round().sort(-1).values / 256
 
     k_transform, v_transform = transform(head_dim), transform(v_head_dim)
     return LayerCodec(
-        k_format=LosslessFormat(head_dim) if lossless else RowFormat(head_dim),
-        v_format=LosslessFormat(v_head_dim) if lossless else RowFormat(v_head_dim),
+        k_format=row_format(head_dim),
+        v_format=row_format(v_head_dim),
         k_transform=k_transform,
         q_transform=torch.linalg.inv(k_transform).transpose(1, 2).float(),
         v_transform=None if fold else v_transform,
         v_inverse=None if fold else torch.linalg.inv(v_transform).float(),
-        k_clip=torch.full((num_kv_heads,), 0.96),
-        v_clip=torch.full((num_kv_heads,), 0.92),
+        k_clip=torch.full((num_kv_heads,), clip[0]),
+        v_clip=torch.full((num_kv_heads,), clip[1]),
         k_mean=torch.randn(num_kv_heads, head_dim, generator=g, dtype=torch.float64) if mean else None,
         v_mean=torch.randn(num_kv_heads, v_head_dim, generator=g, dtype=torch.float64) if mean and not fold else None,
+        k_levels=table() if levels else None,
+        v_levels=table() if levels else None,
         window_dtype=torch.float32 if lossless else torch.bfloat16,
     )
 
@@ -111,21 +165,185 @@ SHAPES = [(2, 2, 128, 128), (1, 7, 64, 64), (4, 1, 80, 80), (2, 3, 96, 128), (1,
 @pytest.mark.parametrize("num_kv_heads, group, head_dim, v_head_dim", SHAPES)
 @pytest.mark.parametrize("options", [{}, {"orthogonal": False, "mean": True}, {"fold": True}, {"lossless": True}])
 @pytest.mark.parametrize("cap", [0.0, 5.0])
-def test_decode(num_kv_heads, group, head_dim, v_head_dim, options, cap):
+def test_decode(num_kv_heads, group, head_dim, v_head_dim, options, cap, backend):
     codec = codec_of(num_kv_heads, head_dim, v_head_dim, **options)
     batch = Batch(LENS, num_kv_heads, group, head_dim, v_head_dim, codec, lose_rows=True)
     q = torch.randn(len(LENS), num_kv_heads * group, head_dim, generator=torch.Generator().manual_seed(3))
-    out = decode_attention(q, batch.cache, codec, batch.plan(LENS), head_dim**-0.5, cap)
+    out = decode_attention(q, batch.cache, codec, batch.plan(LENS), head_dim**-0.5, cap, **backend)
     assert out.shape == (len(LENS), num_kv_heads * group, v_head_dim)
     for b, n in enumerate(LENS):
         if n:
             expected = batch.oracle(q[b], *batch.stored(b, n), head_dim**-0.5, cap)
-            torch.testing.assert_close(out[b].double(), expected, rtol=2e-4, atol=2e-4)
+            assert_heads_close(out[b], expected, backend)
+
+
+FORMATS = [
+    (128, {"group_size": 32}),
+    (128, {"group_size": 64}),
+    (64, {"group_size": 32, "meta_dtype": "bfloat16"}),
+    (192, {"group_size": 64}),
+    (96, {"group_size": 32}),  # a group that straddles vectors
+    (256, {"group_size": 128, "meta_dtype": "bfloat16"}),
+    (128, {"group_size": 4}),  # more groups than the integer kernels take
+    (112, {"levels": True}),
+    (128, {"levels": True, "group_size": 32}),
+    (64, {"clip": (1.0, 1.0)}),
+]
+
+
+RATIOS = [1, 3, 5, 6, 7, 16]
+CASES = [(*fmt, RATIOS[i % len(RATIOS)]) for i, fmt in enumerate(FORMATS)] + [(128, {}, ratio) for ratio in RATIOS]
+
+
+@pytest.mark.parametrize("head_dim, options, group", CASES)
+def test_decode_formats(head_dim, options, group, backend):
+    codec = codec_of(2, head_dim, head_dim, **options)
+    lens = [5, 64, 130, 300]
+    batch = Batch(lens, 2, group, head_dim, head_dim, codec)
+    q = torch.randn(len(lens), 2 * group, head_dim, generator=torch.Generator().manual_seed(8)).bfloat16()
+    out = decode_attention(q, batch.cache, codec, batch.plan(lens), 2 * head_dim**-0.5, **backend)
+    for b, n in enumerate(lens):
+        expected = batch.oracle(q[b], *batch.stored(b, n), 2 * head_dim**-0.5, 0.0)
+        assert_heads_close(out[b], expected, backend)
+
+
+@pytest.mark.parametrize("head_dim, options", [*FORMATS, (80, {}), (128, {"lossless": True}), (128, {"mean": True})])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("fold", [False, True])
+def test_store_bytes(head_dim, options, dtype, fold, backend):
+    """Every implementation writes the bytes of the reference, and nothing else."""
+    codec = codec_of(3, head_dim, head_dim, **options, fold=fold, float32=fold)
+    n, g = 37, torch.Generator().manual_seed(9)
+    k = (torch.empty(n, 3, head_dim + 8).cauchy_(generator=g) * 3).to(dtype)[..., :head_dim]  # strided
+    v = torch.randn(n, 3, head_dim, generator=g).to(dtype)
+    v[0] = 0
+    v[1] = 0.25
+    v[2, :, 5] = float("inf")
+    v[3, :, 6] = float("nan")
+    v[4, :, 7] = float("-inf")
+    v[5] = torch.randn(3, head_dim, generator=g).to(dtype) * 1e-6
+    loc, rows = torch.randperm(50, generator=g)[:n], torch.randperm(40, generator=g)[:n]
+    rows[::3] = 40
+
+    def written(kwargs):
+        cache = LayerCache(
+            torch.full((50, 3, codec.k_format.row_bytes), 7, dtype=torch.uint8),
+            torch.full((50, 3, codec.v_format.row_bytes), 7, dtype=torch.uint8),
+            torch.full((41, 3, head_dim), 7.0, dtype=codec.window_dtype),
+            torch.full((41, 3, head_dim), 7.0, dtype=codec.window_dtype),
+        )
+        return store_kv(k, v, loc, rows, cache, codec, **kwargs), cache
+
+    (k_ref, v_ref), ref = written({"impl": "reference"})
+    (k_new, v_new), cache = written(backend)
+    same = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(k_new, k_ref, **same)
+    torch.testing.assert_close(v_new, v_ref, **same)
+    torch.testing.assert_close(cache.k_window[:40], ref.k_window[:40], **same)
+    torch.testing.assert_close(cache.v_window[:40], ref.v_window[:40], **same)
+    if not options.get("lossless"):
+        assert torch.equal(cache.k_buffer, ref.k_buffer)
+        assert torch.equal(cache.v_buffer, ref.v_buffer)
+
+
+def test_library_has_the_format_of_the_codec():
+    if cpu.library() is None:
+        pytest.skip("the C++ library is not built")
+    constants = cpu.codec_constants()
+    bits = torch.tensor(1 / 3, dtype=torch.float32).view(torch.int32).item()
+    names = ("FORMAT_VERSION", "BITS", "CODES_PER_BYTE", "META_BYTES")
+    assert constants == {**{name: getattr(codec_module, name) for name in names}, "ONE_THIRD_BITS": bits}
+    assert torch.tensor(codec_module._ONE_THIRD).view(torch.int32).item() == bits
+
+
+def test_a_level_that_is_missing_is_refused():
+    if cpu.library() is None:
+        pytest.skip("the C++ library is not built")
+    codec = codec_of(1, 64, 64)
+    batch = Batch([3], 1, 1, 64, 64, codec)
+    q = torch.zeros(1, 1, 64)
+    with pytest.raises(ValueError, match="isa must be one of portable"):
+        decode_attention(q, batch.cache, codec, batch.plan([3]), 1.0, isa="mmx")
+    for isa in set(cpu.isa_names()) - set(cpu.supported_isas()):
+        with pytest.raises(RuntimeError, match="lacks that level"):
+            decode_attention(q, batch.cache, codec, batch.plan([3]), 1.0, isa=isa)
+    with pytest.raises(ValueError, match="impl must be one of"):
+        decode_attention(q, batch.cache, codec, batch.plan([3]), 1.0, impl="best")
+    with pytest.raises(RuntimeError, match="float64"):
+        decode_attention(q.double(), batch.cache, codec, batch.plan([3]), 1.0, impl="cpu")
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_batches(data, backend):
+    """Ragged batches of any shape: decode and extend against float64."""
+    heads, group = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
+    head_dim, v_head_dim = (data.draw(st.sampled_from([16, 32, 48, 64, 80, 112, 128, 192, 256])) for _ in range(2))
+    options = data.draw(st.sampled_from([{}, {"mean": True}, {"lossless": True}, {"group_size": 16}, {"levels": True}]))
+    lens = data.draw(st.lists(st.integers(0, 150), min_size=1, max_size=5))
+    new_lens = data.draw(st.lists(st.integers(0, 40), min_size=len(lens), max_size=len(lens)))
+    cap = data.draw(st.sampled_from([0.0, 3.0]))
+    codec = codec_of(heads, head_dim, v_head_dim, **options)
+    batch = Batch(lens, heads, group, head_dim, v_head_dim, codec, lose_rows=data.draw(st.booleans()))
+    g = torch.Generator().manual_seed(10)
+    plan, scale = batch.plan(lens), head_dim**-0.5
+
+    q = torch.randn(len(lens), heads * group, head_dim, generator=g)
+    out = decode_attention(q, batch.cache, codec, plan, scale, cap, **backend)
+    indptr = [0, *itertools.accumulate(new_lens)]
+    q_new = torch.randn(indptr[-1], heads * group, head_dim, generator=g)
+    k_new = codec.transform_k(torch.randn(indptr[-1], heads, head_dim, generator=g))
+    v_new = codec.transform_v(torch.randn(indptr[-1], heads, v_head_dim, generator=g))
+    extended = extend_attention(q_new, k_new, v_new, indptr, batch.cache, codec, plan, scale, cap, **backend)
+    for b, n in enumerate(lens):
+        k, v = batch.stored(b, n) if n else (k_new[:0].double(), v_new[:0].double())
+        if n:
+            assert_heads_close(out[b], batch.oracle(q[b], k, v, scale, cap), backend)
+        for i in {indptr[b], indptr[b + 1] - 1} if new_lens[b] else ():
+            fresh = slice(indptr[b], i + 1)
+            keys, values = torch.cat((k, k_new[fresh].double())), torch.cat((v, v_new[fresh].double()))
+            assert_heads_close(extended[i], batch.oracle(q_new[i], keys, values, scale, cap), backend)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads(threads, backend):
+    """More threads than tasks, heads or tokens; the split changes the order of float sums and nothing else."""
+    codec = codec_of(2, 64, 64)
+    lens = [700, 1, 0, 33]
+    batch = Batch(lens, 2, 3, 64, 64, codec)
+    q = torch.randn(len(lens), 6, 64, generator=torch.Generator().manual_seed(11))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        out = decode_attention(q, batch.cache, codec, batch.plan(lens), 0.125, **backend)
+    finally:
+        torch.set_num_threads(before)
+    for b in (0, 1, 3):
+        assert_heads_close(out[b], batch.oracle(q[b], *batch.stored(b, lens[b]), 0.125, 0.0), backend)
+    assert torch.equal(out[2], torch.zeros(6, 64))
+
+
+def test_custom_operators():
+    """What tracing sees of the operators is what they do."""
+    if cpu.library() is None:
+        pytest.skip("the C++ library is not built")
+    codec = codec_of(2, 64, 80)
+    batch = Batch([30, 5], 2, 2, 64, 80, codec)
+    plan, cache = batch.plan([30, 5]), batch.cache
+    storage = (cache.k_buffer, cache.v_buffer, cache.k_window, cache.v_window)
+    masks = (plan.slots, plan.packed_mask, plan.window_rows, plan.window_mask)
+    q, handle = torch.randn(2, 4, 64), ops.handle_of(codec)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.decode_attention, (q, *storage, *masks, handle, 0.1, 0.0), test_utils=tests)
+    new = (batch.k[:2].bfloat16(), codec.transform_v(batch.v[:2]))
+    torch.library.opcheck(ops.extend_attention, (q, *new, [0, 1, 2], *storage, *masks, handle, 0.1, 0.0), test_utils=tests)
+    rows = torch.tensor([0, 1])
+    torch.library.opcheck(ops.store_kv, (batch.k[:2], batch.v[:2], rows, rows, *storage, handle), test_utils=tests)
 
 
 @pytest.mark.parametrize("num_kv_heads, group, head_dim, v_head_dim", SHAPES[:4])
 @pytest.mark.parametrize("options", [{}, {"mean": True}, {"lossless": True}])
-def test_extend(num_kv_heads, group, head_dim, v_head_dim, options, monkeypatch):
+def test_extend(num_kv_heads, group, head_dim, v_head_dim, options, backend, monkeypatch):
     module = sys.modules[extend_attention.__module__]
     monkeypatch.setattr(module, "Q_TILE", 7)
     monkeypatch.setattr(module, "K_TILE", 11)
@@ -141,23 +359,23 @@ def test_extend(num_kv_heads, group, head_dim, v_head_dim, options, monkeypatch)
     indptr = [0]
     for n in new_lens:
         indptr.append(indptr[-1] + n)
-    out = extend_attention(q, k_new, v_new, indptr, batch.cache, codec, batch.plan(prefix), head_dim**-0.5)
+    out = extend_attention(q, k_new, v_new, indptr, batch.cache, codec, batch.plan(prefix), head_dim**-0.5, **backend)
     for b, n in enumerate(prefix):
         k, v = batch.stored(b, n) if n else (k_new[:0].double(), v_new[:0].double())
         for i in range(indptr[b], indptr[b + 1]):
             fresh = slice(indptr[b], i + 1)
             keys, values = torch.cat((k, k_new[fresh].double())), torch.cat((v, v_new[fresh].double()))
             expected = batch.oracle(q[i], keys, values, head_dim**-0.5, 0.0)
-            torch.testing.assert_close(out[i].double(), expected, rtol=2e-4, atol=2e-4)
+            assert_heads_close(out[i], expected, backend)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192])
-def test_lossless_path_equals_plain_attention(head_dim):
+def test_lossless_path_equals_plain_attention(head_dim, backend):
     """Rotate, window, page, un-rotate: with the lossless codec nothing may be left of it."""
     codec = codec_of(2, head_dim, head_dim, lossless=True, orthogonal=False, mean=True)
     batch = Batch([60], 2, 2, head_dim, head_dim, codec)
     q = torch.randn(1, 4, head_dim, generator=torch.Generator().manual_seed(5))
-    out = decode_attention(q, batch.cache, codec, batch.plan([60]), 0.2)
+    out = decode_attention(q, batch.cache, codec, batch.plan([60]), 0.2, **backend)
     k, v = (x.repeat_interleave(2, 1).transpose(0, 1) for x in (batch.k, batch.v))
     plain = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), k, v, scale=0.2).transpose(0, 1)
     torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-4)
@@ -175,7 +393,7 @@ def test_each_position_is_read_once():
 
 
 @pytest.mark.parametrize("steps", [1, 7, 16, 64, 300])
-def test_chunking_does_not_change_bytes(steps):
+def test_chunking_does_not_change_bytes(steps, backend):
     """The same 300 tokens, however they arrive and whatever comes with them: the same rows."""
     codec = codec_of(2, 128, 128)
     g = torch.Generator().manual_seed(6)
@@ -201,6 +419,7 @@ def test_chunking_does_not_change_bytes(steps):
                 torch.cat((torch.full((noise,), 300), loc)),
                 cache,
                 codec,
+                **backend,
             )
             at += sizes
         return cache
@@ -211,14 +430,14 @@ def test_chunking_does_not_change_bytes(steps):
     assert torch.equal(codec.encode_k(whole.k_window[:300]), whole.k_buffer[:300])
 
 
-def test_a_poisoned_row_stays_its_own():
+def test_a_poisoned_row_stays_its_own(backend):
     codec = codec_of(1, 64, 64)
     batch = Batch([40, 40], 1, 2, 64, 64, codec)
-    clean = decode_attention(torch.ones(2, 2, 64), batch.cache, codec, batch.plan([40, 40]), 0.1)
+    clean = decode_attention(torch.ones(2, 2, 64), batch.cache, codec, batch.plan([40, 40]), 0.1, **backend)
     bad = batch.k.clone()
     bad[20] = float("nan")
     batch.cache.k_buffer[batch.req_to_token[0, 20].long()] = codec.encode_k(codec.transform_k(bad[20:21]))
-    out = decode_attention(torch.ones(2, 2, 64), batch.cache, codec, batch.plan([40, 40]), 0.1)
+    out = decode_attention(torch.ones(2, 2, 64), batch.cache, codec, batch.plan([40, 40]), 0.1, **backend)
     assert torch.isfinite(out).all() and torch.equal(out[1], clean[1])
 
 

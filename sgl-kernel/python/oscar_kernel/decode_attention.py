@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from oscar_kernel import cpu
 from oscar_kernel.attend import attend, merge_states
+from oscar_kernel.choose import choose
 from oscar_kernel.layer import LayerCache, LayerCodec
 from oscar_kernel.plan_read import ReadPlan
 
@@ -13,7 +15,14 @@ TILE_ELEMENTS = 4 << 20
 
 
 def decode_attention(
-    q: Tensor, cache: LayerCache, codec: LayerCodec, plan: ReadPlan, sm_scale: float, logit_cap: float = 0.0
+    q: Tensor,
+    cache: LayerCache,
+    codec: LayerCodec,
+    plan: ReadPlan,
+    sm_scale: float,
+    logit_cap: float = 0.0,
+    impl: str = "auto",
+    isa: str | None = None,
 ) -> Tensor:
     """Attention of one new token a sequence; the token itself is already in the cache.
 
@@ -23,9 +32,19 @@ def decode_attention(
         plan: from `plan_read` with kv_lens that include the new token.
         sm_scale: factor on the logits.
         logit_cap: soft cap of the logits; 0 for none.
+        impl, isa: see `oscar_kernel.choose`.
     Returns:
         [bs, num_qo_heads, v_head_dim] float32.
     """
+    if choose("decode_attention", impl, isa, cache, codec, q) == "cpu":
+        return cpu.decode_attention(q, cache, codec, plan, sm_scale, logit_cap, isa)
+    return decode_attention_ref(q, cache, codec, plan, sm_scale, logit_cap)
+
+
+def decode_attention_ref(
+    q: Tensor, cache: LayerCache, codec: LayerCodec, plan: ReadPlan, sm_scale: float, logit_cap: float = 0.0
+) -> Tensor:
+    """`decode_attention` in PyTorch."""
     q = codec.transform_q(q)
     parts = [
         attend(

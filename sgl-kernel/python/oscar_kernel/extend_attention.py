@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from oscar_kernel import cpu
 from oscar_kernel.attend import attend, merge_states
+from oscar_kernel.choose import choose
 from oscar_kernel.decode_attention import attend_packed
 from oscar_kernel.layer import LayerCache, LayerCodec
 from oscar_kernel.plan_read import ReadPlan
@@ -24,6 +26,8 @@ def extend_attention(
     plan: ReadPlan,
     sm_scale: float,
     logit_cap: float = 0.0,
+    impl: str = "auto",
+    isa: str | None = None,
 ) -> Tensor:
     """Causal attention of new tokens. They see each other as `store_kv` returned them, not as 2 bits, and the cached prefix
     through the same reader as decode, tile by tile: temporaries do not grow with the prefix.
@@ -37,9 +41,27 @@ def extend_attention(
         plan: from `plan_read` with the lengths of the cached prefixes.
         sm_scale: factor on the logits.
         logit_cap: soft cap of the logits; 0 for none.
+        impl, isa: see `oscar_kernel.choose`.
     Returns:
         [num_tokens, num_qo_heads, v_head_dim] float32.
     """
+    if choose("extend_attention", impl, isa, cache, codec, q) == "cpu":
+        return cpu.extend_attention(q, k_new, v_new, qo_indptr, cache, codec, plan, sm_scale, logit_cap, isa)
+    return extend_attention_ref(q, k_new, v_new, qo_indptr, cache, codec, plan, sm_scale, logit_cap)
+
+
+def extend_attention_ref(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    qo_indptr: list[int],
+    cache: LayerCache,
+    codec: LayerCodec,
+    plan: ReadPlan,
+    sm_scale: float,
+    logit_cap: float = 0.0,
+) -> Tensor:
+    """`extend_attention` in PyTorch."""
     q = codec.transform_q(q)
     num_tokens, num_kv_heads, kv_group_num, _ = q.shape
     out = q.new_zeros(num_tokens, num_kv_heads, kv_group_num, v_new.shape[-1])

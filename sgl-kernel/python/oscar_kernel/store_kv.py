@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from oscar_kernel import cpu
+from oscar_kernel.choose import choose
 from oscar_kernel.layer import LayerCache, LayerCodec
 
 
 def store_kv(
-    k: Tensor, v: Tensor, loc: Tensor, window_rows: Tensor, cache: LayerCache, codec: LayerCodec
+    k: Tensor,
+    v: Tensor,
+    loc: Tensor,
+    window_rows: Tensor,
+    cache: LayerCache,
+    codec: LayerCodec,
+    impl: str = "auto",
+    isa: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write one layer's keys and values of new tokens, in place.
 
@@ -22,9 +31,19 @@ def store_kv(
         window_rows: [num_tokens] int64, rows of the windows to write; num_rows (the last) for none.
         cache: storage, written in place.
         codec: the layer's codec.
+        impl, isa: see `oscar_kernel.choose`.
     Returns:
         k', v': the transformed rows in window_dtype, for attention among the new tokens.
     """
+    if choose("store_kv", impl, isa, cache, codec, k, v) == "cpu":
+        return cpu.store_kv(k, v, loc, window_rows, cache, codec, isa)
+    return store_kv_ref(k, v, loc, window_rows, cache, codec)
+
+
+def store_kv_ref(
+    k: Tensor, v: Tensor, loc: Tensor, window_rows: Tensor, cache: LayerCache, codec: LayerCodec
+) -> tuple[Tensor, Tensor]:
+    """`store_kv` in PyTorch."""
     k, v = codec.transform_k(k), codec.transform_v(v)
     cache.k_buffer[loc] = codec.encode_k(k)
     cache.v_buffer[loc] = codec.encode_v(v)

@@ -1,0 +1,36 @@
+// The 2-bit row format for C++ and CUDA. `oscar/codec.py` defines it; a test compares every constant below with that module.
+//
+//     byte   0                          31 32      33 34    35        head_dim = 128, one group
+//            +----------------------------+----------+--------+
+//            | codes: head_dim / 4 bytes  | centre   | step   |
+//            +----------------------------+----------+--------+
+//
+// Code byte b holds channels b, b + q, b + 2q, b + 3q (q = head_dim / 4) in bits 0-1, 2-3, 4-5, 6-7.
+// x_hat = centre + level[code] * step in float32, levels (-1.5, -0.5, 0.5, 1.5) unless the artifact brings its own.
+
+#ifndef OSCAR_CODEC_H_
+#define OSCAR_CODEC_H_
+
+#include <stdint.h>
+
+enum {
+  kFormatVersion = 1,
+  kBits = 2,
+  kCodesPerByte = 4,
+  kMetaBytes = 4,  // one (centre, step) pair of 16-bit floats
+  kNumLevels = 4,
+};
+
+// float32(1/3), as bits so that no compiler rounds it again.
+static const uint32_t kOneThirdBits = 0x3eaaaaab;
+
+static_assert(kCodesPerByte * kBits == 8, "codes fill a byte");
+static_assert((1 << kBits) == kNumLevels, "one level a code");
+
+static inline int oscar_code_bytes(int head_dim) { return head_dim / kCodesPerByte; }
+
+static inline int oscar_row_bytes(int head_dim, int group_size) {
+  return oscar_code_bytes(head_dim) + head_dim / group_size * kMetaBytes;
+}
+
+#endif  // OSCAR_CODEC_H_

@@ -1,0 +1,15 @@
+// AVX2 with FMA: tiles are decoded to float32 and taken as the wide rows are.
+
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace {
+
+#include "vec.h"
+#include "attend_impl.h"
+
+}  // namespace
+
+extern const AttendTable kAttendAvx2 = {attend_packed, attend_wide, matmul, quantise_queries, merge, convert_to_float,
+                                        read_bytes};

@@ -1,0 +1,427 @@
+// Decode and extend: prepare queries, split the keys over threads, merge.
+//
+// Threads are OpenMP's. The library's soname is that of the libgomp which PyTorch brings and has loaded, so both share one pool
+// of threads: none of their own would sit idle or fight over the cores, and a region after a torch operator starts warm.
+
+#include <math.h>
+#include <omp.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <atomic>
+#include <new>
+
+#include "kernels.h"
+
+namespace {
+
+constexpr int kTasksPerThread = 4; // enough that dynamic scheduling evens out
+constexpr int64_t kMinChunk = 128; // keys: below, starting a task costs more than it shares
+constexpr int kWindowShare = 4;    // a window row costs about as much as this many 2-bit rows
+constexpr int64_t kSmallWork = 4 << 20;  // multiplications; below, waking a thread costs more than it takes over
+constexpr int kQueryRows = 128;    // extend: rows of one KV head that share a decoded or transposed tile
+
+/// One block of memory, handed out in 64-byte steps.
+class Arena {
+ public:
+  ~Arena() { free(base_); }
+  template <class T>
+  void reserve(T** at, size_t count) {
+    items_[num_++] = {reinterpret_cast<void**>(at), size_};
+    size_ += (count * sizeof(T) + 63) / 64 * 64;
+  }
+  bool allocate() {
+    base_ = aligned_alloc(64, size_ ? size_ : 64);
+    for (int i = 0; base_ && i < num_; i++) *items_[i].at = static_cast<char*>(base_) + items_[i].offset;
+    return base_ != nullptr;
+  }
+
+ private:
+  struct Item {
+    void** at;
+    size_t offset;
+  };
+  Item items_[16];
+  int num_ = 0;
+  size_t size_ = 0;
+  void* base_ = nullptr;
+};
+
+int window_element(const OscarLayer& layer) { return layer.window_dtype == kBFloat16 ? 2 : 4; }
+
+/// Query rows of one KV head, as QueryRows points to them.
+struct RowBuffers {
+  float* q;
+  int8_t* high;
+  int8_t* low;
+  float* scale;
+  float* sums;
+
+  QueryRows view(int first, int count, int dim, float cap) const {
+    return {count,         dim,
+            q + size_t(first) * dim,  high + size_t(first) * dim, low + size_t(first) * dim,
+            scale + first, sums + size_t(first) * kMaxGroups, cap > 0 ? cap * float(M_LOG2E) : 0.0f};
+  }
+};
+
+/// Transform, scale and quantise query tokens [first, first + count) of one KV head: rows token-major, then the group's heads.
+/// `raw` holds count * group * head_dim floats.
+void prepare(const KernelTable& table, const OscarLayer& layer, const OscarAttend& args, int head, int64_t first, int64_t count,
+             float* raw, const RowBuffers& rows, int row) {
+  const int dim = layer.k.head_dim, group = layer.group, element = args.q_dtype == kFloat32 ? 4 : 2;
+  const float scale = args.logit_cap > 0 ? args.sm_scale / args.logit_cap : args.sm_scale * float(M_LOG2E);
+  float* q = rows.q + size_t(row) * dim;
+  float* target = layer.k.partner ? raw : q;
+  for (int64_t t = 0; t < count; t++) {
+    for (int g = 0; g < group; g++) {
+      const int64_t at = (first + t) * args.q_token_stride + (int64_t(head) * group + g) * args.q_head_stride;
+      const char* row_of_q = static_cast<const char*>(args.q) + at * element;
+      table.attend->to_float(row_of_q, args.q_dtype, dim, target + (t * group + g) * dim);
+    }
+  }
+  const int num_rows = int(count) * group;
+  if (layer.k.partner) table.attend->matmul(raw, num_rows, dim, layer.k.partner + size_t(head) * dim * dim, dim, q);
+  for (size_t i = 0; i < size_t(num_rows) * dim; i++) q[i] *= scale;
+  if (layer.k.row_kind == kPacked) {
+    table.attend->quantise_queries(&layer.k, num_rows, q, rows.high + size_t(row) * dim, rows.low + size_t(row) * dim,
+                                   rows.scale + row, rows.sums + size_t(row) * kMaxGroups);
+  }
+}
+
+void clear_state(float* state, int rows, int stride, int v_dim) {
+  for (int r = 0; r < rows; r++, state += stride) {
+    memset(state, 0, size_t(stride) * sizeof(float));
+    state[v_dim] = -INFINITY;
+  }
+}
+
+/// Offsets of one tile's keys; entries beyond `count` repeat the last one.
+struct Offsets {
+  int64_t k[kTile], v[kTile];
+
+  void fill(const int32_t* index, int count, int64_t k_stride, int64_t v_stride) {
+    for (int t = 0; t < kTile; t++) {
+      const int64_t at = index[t < count ? t : count - 1];
+      k[t] = at * k_stride;
+      v[t] = at * v_stride;
+    }
+  }
+};
+
+/// Where the keys of one kind lie.
+struct Source {
+  bool packed;
+  int dtype;  // of wide rows
+  const int32_t* indices;
+  const uint8_t *k, *v;
+  int64_t k_stride, v_stride, k_head, v_head;
+};
+
+Source pool_source(const OscarLayer& layer, const OscarPlan& plan) {
+  return {layer.k.row_kind == kPacked, kFloat32, plan.kv_indices, layer.k_buffer, layer.v_buffer,
+          layer.k_slot_stride, layer.v_slot_stride, layer.k_head_stride, layer.v_head_stride};
+}
+
+Source window_source(const OscarLayer& layer, const OscarPlan& plan) {
+  return {false, layer.window_dtype, plan.window_indices,
+          static_cast<const uint8_t*>(layer.k_window), static_cast<const uint8_t*>(layer.v_window),
+          layer.k_window_row_stride, layer.v_window_row_stride, layer.k_window_head_stride, layer.v_window_head_stride};
+}
+
+void attend_tile(const KernelTable& table, const OscarLayer& layer, const Source& source, int head, Tile* tile,
+                 const QueryRows& rows, const State& state) {
+  tile->k_base = source.k + head * source.k_head;
+  tile->v_base = source.v + head * source.v_head;
+  if (source.packed) {
+    table.attend->attend_packed(&layer, head, tile, &rows, &state);
+  } else {
+    table.attend->attend_wide(&layer, source.dtype, tile, &rows, &state);
+  }
+}
+
+/// Keys [begin, end) of a source for heads [first_head, last_head); `rows(head)` and `state(head)` say whose.
+template <class RowsOf, class StateOf>
+void attend_range(const KernelTable& table, const OscarLayer& layer, const Source& source, int64_t begin, int64_t end,
+                  int first_head, int last_head, RowsOf rows, StateOf state) {
+  Offsets offsets[2];
+  if (begin < end) {
+    offsets[0].fill(source.indices + begin, int(end - begin < kTile ? end - begin : kTile), source.k_stride, source.v_stride);
+  }
+  int now = 0;
+  for (int64_t start = begin; start < end; start += kTile, now ^= 1) {
+    const int64_t next = start + kTile;
+    Tile tile = {};
+    tile.count = int(end - start < kTile ? end - start : kTile);
+    tile.k_offset = offsets[now].k;
+    tile.v_offset = offsets[now].v;
+    if (next < end) {
+      Offsets& after = offsets[now ^ 1];
+      after.fill(source.indices + next, int(end - next < kTile ? end - next : kTile), source.k_stride, source.v_stride);
+      tile.next_k_offset = after.k;
+      tile.next_v_offset = after.v;
+    }
+    for (int head = first_head; head < last_head; head++) {
+      attend_tile(table, layer, source, head, &tile, rows(head), state(head));
+    }
+  }
+}
+
+/// Normalise, transform back and write rows of one KV head. o: scratch of num_rows * v_dim floats.
+void finish(const KernelTable& table, const OscarLayer& layer, int head, const float* parts, int num_parts, int64_t part_stride,
+            int num_rows, float* o, float* out) {
+  const int v_dim = layer.v.head_dim;
+  table.attend->merge(&layer, parts, num_parts, part_stride, num_rows, layer.v.partner ? o : out);
+  if (layer.v.partner) table.attend->matmul(o, num_rows, v_dim, layer.v.partner + size_t(head) * v_dim * v_dim, v_dim, out);
+  if (layer.v.mean) {
+    const double* mean = layer.v.mean + size_t(head) * v_dim;
+    for (int r = 0; r < num_rows; r++) {
+      for (int c = 0; c < v_dim; c++) out[size_t(r) * v_dim + c] += float(mean[c]);
+    }
+  }
+}
+
+/// Part of one sequence's keys.
+struct Task {
+  int32_t sequence;
+  bool window;
+  int64_t begin, end;
+};
+
+/// Wait for another thread's last piece of work; gives the core away if that takes long.
+template <class Condition>
+void wait_until(Condition done) {
+  for (int spins = 0; !done(); spins++) {
+    if (spins < 2000) {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+    } else {
+      sched_yield();
+    }
+  }
+}
+
+int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
+}  // namespace
+
+extern "C" int oscar_cpu_decode(const OscarLayer* layer, const OscarPlan* plan, const OscarAttend* args, const char* isa) {
+  int status;
+  const KernelTable* table = oscar_pick(isa, &status);
+  if (!table) return status;
+  if (!oscar_dims_fit(layer)) return kBadShape;
+  const int bs = plan->bs, heads = layer->num_kv_heads, group = layer->group;
+  const int dim = layer->k.head_dim, v_dim = layer->v.head_dim, stride = oscar_state_stride(layer);
+  if (bs == 0) return kOk;
+
+  const int64_t cost = plan->kv_indptr[bs] + plan->window_indptr[bs] * kWindowShare;
+  int threads = args->num_threads > 0 ? args->num_threads : 1;
+  if (cost * heads * group * (dim + v_dim) < kSmallWork) threads = 1;
+  int64_t chunk = round_up(cost / (int64_t(threads) * kTasksPerThread) + 1, kTile);
+  if (threads == 1) chunk = round_up(cost + 1, kTile);
+  if (chunk < kMinChunk) chunk = kMinChunk;
+  const int64_t window_chunk = chunk / kWindowShare < kTile ? kTile : round_up(chunk / kWindowShare, kTile);
+  int64_t max_tasks = 0;
+  for (int b = 0; b < bs; b++) {
+    max_tasks += (plan->kv_indptr[b + 1] - plan->kv_indptr[b] + chunk - 1) / chunk;
+    max_tasks += (plan->window_indptr[b + 1] - plan->window_indptr[b] + window_chunk - 1) / window_chunk;
+  }
+
+  const size_t rows = size_t(bs) * group, head_rows = rows * heads, part = size_t(heads) * group * stride;
+  Arena arena;
+  RowBuffers queries;
+  float *raw, *parts, *outputs;
+  std::atomic<int64_t>* left;  // tasks of each sequence that are not done
+  Task* tasks;
+  int64_t* first_task;
+  arena.reserve(&queries.q, head_rows * dim);
+  arena.reserve(&queries.high, head_rows * dim);
+  arena.reserve(&queries.low, head_rows * dim);
+  arena.reserve(&queries.scale, head_rows);
+  arena.reserve(&queries.sums, head_rows * kMaxGroups);
+  arena.reserve(&raw, head_rows * dim);
+  arena.reserve(&outputs, head_rows * v_dim);
+  arena.reserve(&left, bs);
+  arena.reserve(&parts, part * max_tasks);
+  arena.reserve(&tasks, max_tasks);
+  arena.reserve(&first_task, bs + 1);
+  if (!arena.allocate()) return kNoMemory;
+
+  int64_t num_tasks = 0;
+  for (int b = 0; b < bs; b++) {
+    first_task[b] = num_tasks;
+    for (int64_t at = plan->window_indptr[b]; at < plan->window_indptr[b + 1]; at += window_chunk) {
+      const int64_t end = plan->window_indptr[b + 1];
+      tasks[num_tasks++] = {b, true, at, at + window_chunk < end ? at + window_chunk : end};
+    }
+    for (int64_t at = plan->kv_indptr[b]; at < plan->kv_indptr[b + 1]; at += chunk) {
+      const int64_t end = plan->kv_indptr[b + 1];
+      tasks[num_tasks++] = {b, false, at, at + chunk < end ? at + chunk : end};
+    }
+  }
+  first_task[bs] = num_tasks;
+  for (int b = 0; b < bs; b++) new (&left[b]) std::atomic<int64_t>(first_task[b + 1] - first_task[b]);
+  const Source pool = pool_source(*layer, *plan), windows = window_source(*layer, *plan);
+
+  // Three queues and no barrier: a thread that the system starts late, or takes away, delays the others only by what it has in
+  // hand. On a busy machine a barrier a phase cost tens of milliseconds a call.
+  std::atomic<int> next_head{0}, prepared{0};
+  std::atomic<int64_t> next_task{0}, next_finish{0};
+#pragma omp parallel num_threads(threads)
+  {
+    for (int head; (head = next_head.fetch_add(1)) < heads;) {
+      prepare(*table, *layer, *args, head, 0, bs, raw + rows * dim * head, queries, int(rows * head));
+      prepared.fetch_add(1, std::memory_order_release);
+    }
+    wait_until([&] { return prepared.load(std::memory_order_acquire) == heads; });
+    for (int64_t i; (i = next_task.fetch_add(1)) < num_tasks;) {
+      const Task& task = tasks[i];
+      float* own = parts + part * i;
+      clear_state(own, heads * group, stride, v_dim);
+      attend_range(
+          *table, *layer, task.window ? windows : pool, task.begin, task.end, 0, heads,
+          [&](int head) { return queries.view(int(rows * head + size_t(task.sequence) * group), group, dim, args->logit_cap); },
+          [&](int head) { return State{own + size_t(head) * group * stride, stride}; });
+      left[task.sequence].fetch_sub(1, std::memory_order_release);
+    }
+    for (int64_t i; (i = next_finish.fetch_add(1)) < int64_t(bs) * heads;) {
+      const int b = int(i / heads), head = int(i % heads);
+      wait_until([&] { return left[b].load(std::memory_order_acquire) == 0; });
+      finish(*table, *layer, head, parts + part * first_task[b] + size_t(head) * group * stride,
+             int(first_task[b + 1] - first_task[b]), int64_t(part), group, outputs + size_t(i) * group * v_dim,
+             args->out + size_t(i) * group * v_dim);
+    }
+  }
+  return kOk;
+}
+
+extern "C" int oscar_cpu_extend(const OscarLayer* layer, const OscarPlan* plan, const OscarAttend* args, const char* isa) {
+  int status;
+  const KernelTable* table = oscar_pick(isa, &status);
+  if (!table) return status;
+  if (!oscar_dims_fit(layer)) return kBadShape;
+  const int bs = plan->bs, heads = layer->num_kv_heads, group = layer->group;
+  const int dim = layer->k.head_dim, v_dim = layer->v.head_dim, stride = oscar_state_stride(layer);
+  const int threads = args->num_threads > 0 ? args->num_threads : 1;
+  const int64_t tokens = group < kQueryRows ? kQueryRows / group : 1;  // query tokens of a unit
+  const int num_rows = int(tokens) * group;
+
+  struct Unit {
+    int32_t sequence;
+    int64_t begin, end;
+  };
+  int64_t num_units = 0;
+  for (int b = 0; b < bs; b++) num_units += (args->qo_indptr[b + 1] - args->qo_indptr[b] + tokens - 1) / tokens;
+  if (num_units == 0) return kOk;
+
+  Arena arena;
+  RowBuffers queries;
+  float *raw, *states, *o;
+  Unit* units;
+  int32_t* limits;
+  const size_t all_rows = size_t(num_rows) * threads;
+  const int widest = dim > v_dim ? dim : v_dim;
+  arena.reserve(&queries.q, all_rows * dim);
+  arena.reserve(&queries.high, all_rows * dim);
+  arena.reserve(&queries.low, all_rows * dim);
+  arena.reserve(&queries.scale, all_rows);
+  arena.reserve(&queries.sums, all_rows * kMaxGroups);
+  arena.reserve(&raw, all_rows * widest);
+  arena.reserve(&o, all_rows * v_dim);
+  arena.reserve(&states, all_rows * stride);
+  arena.reserve(&limits, all_rows);
+  arena.reserve(&units, size_t(num_units));
+  if (!arena.allocate()) return kNoMemory;
+
+  int64_t filled = 0;
+  for (int b = 0; b < bs; b++) {
+    for (int64_t at = args->qo_indptr[b]; at < args->qo_indptr[b + 1]; at += tokens) {
+      const int64_t end = args->qo_indptr[b + 1];
+      units[filled++] = {b, at, at + tokens < end ? at + tokens : end};
+    }
+  }
+  const Source pool = pool_source(*layer, *plan), windows = window_source(*layer, *plan);
+
+#pragma omp parallel num_threads(threads)
+  {
+    const int thread = omp_get_thread_num();
+    const int first_row = thread * num_rows;
+    float* const state_data = states + size_t(first_row) * stride;
+    int32_t* const limit = limits + first_row;
+    float* const own_raw = raw + size_t(first_row) * widest;
+    float* const own_o = o + size_t(first_row) * v_dim;
+    Offsets offsets;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < num_units * heads; i++) {
+      // Heads innermost: the two threads read the same slots at about the same time.
+      const Unit& unit = units[i / heads];
+      const int head = int(i % heads), b = unit.sequence;
+      const int64_t count = unit.end - unit.begin;
+      prepare(*table, *layer, *args, head, unit.begin, count, own_raw, queries, first_row);
+      const QueryRows rows = queries.view(first_row, int(count) * group, dim, args->logit_cap);
+      const State state = {state_data, stride};
+      clear_state(state_data, rows.num_rows, stride, v_dim);
+      const auto rows_of = [&](int) { return rows; };
+      const auto state_of = [&](int) { return state; };
+      attend_range(*table, *layer, windows, plan->window_indptr[b], plan->window_indptr[b + 1], head, head + 1, rows_of,
+                   state_of);
+      attend_range(*table, *layer, pool, plan->kv_indptr[b], plan->kv_indptr[b + 1], head, head + 1, rows_of, state_of);
+
+      const int64_t first_new = args->qo_indptr[b];
+      for (int64_t start = first_new; start < unit.end; start += kTile) {
+        Tile tile = {};
+        tile.count = int(unit.end - start < kTile ? unit.end - start : kTile);
+        for (int t = 0; t < kTile; t++) {
+          const int64_t at = start + (t < tile.count ? t : tile.count - 1);
+          offsets.k[t] = at * args->k_new_token_stride;
+          offsets.v[t] = at * args->v_new_token_stride;
+        }
+        tile.k_base = static_cast<const uint8_t*>(args->k_new) + head * args->k_new_head_stride;
+        tile.v_base = static_cast<const uint8_t*>(args->v_new) + head * args->v_new_head_stride;
+        tile.k_offset = offsets.k;
+        tile.v_offset = offsets.v;
+        if (start + tile.count - 1 > unit.begin) {  // some row must not see all of these keys
+          for (int r = 0; r < rows.num_rows; r++) {
+            const int64_t seen = unit.begin + r / group + 1 - start;
+            limit[r] = seen < 0 ? 0 : seen > kTile ? kTile : int32_t(seen);
+          }
+          tile.limit = limit;
+        }
+        table->attend->attend_wide(layer, layer->window_dtype, &tile, &rows, &state);
+      }
+      // Rows are token-major, heads of the group within: out is [token, head, v_dim].
+      float* merged = own_raw;
+      finish(*table, *layer, head, state_data, 1, 0, rows.num_rows, own_o, merged);
+      for (int64_t t = 0; t < count; t++) {
+        memcpy(args->out + ((unit.begin + t) * heads + head) * group * v_dim, merged + t * group * v_dim,
+               size_t(group) * v_dim * sizeof(float));
+      }
+    }
+  }
+  return kOk;
+}
+
+extern "C" void oscar_cpu_compact(const int64_t* indices, int64_t indices_stride, const uint8_t* mask, int64_t mask_stride,
+                                  int64_t bs, int64_t n, int64_t* indptr, int32_t* out) {
+  int64_t count = 0;
+  for (int64_t b = 0; b < bs; b++) {
+    indptr[b] = count;
+    for (int64_t i = 0; i < n; i++) {
+      out[count] = int32_t(indices[b * indices_stride + i]);
+      count += mask[b * mask_stride + i] != 0;
+    }
+  }
+  indptr[bs] = count;
+}
+
+extern "C" uint64_t oscar_cpu_read(const void* data, int64_t bytes, int num_threads, const char* isa) {
+  int status;
+  const KernelTable* table = oscar_pick(isa, &status);
+  if (!table) return 0;
+  uint64_t total = 0;
+  const int64_t part = bytes / num_threads / 4096 * 4096;
+#pragma omp parallel for num_threads(num_threads) reduction(+ : total)
+  for (int i = 0; i < num_threads; i++) total += table->attend->read(static_cast<const char*>(data) + i * part, part);
+  return total;
+}

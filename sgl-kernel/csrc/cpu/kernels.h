@@ -1,0 +1,134 @@
+// Between the drivers, which split work over threads, and the per-ISA files, which do it. Each ISA file fills one table.
+//
+// Those files are compiled with flags that not every machine can run, so they include nothing of the standard library that
+// could leave a shared inline function behind: the linker would keep one copy, and it may be theirs.
+
+#ifndef OSCAR_KERNELS_H_
+#define OSCAR_KERNELS_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../codec.h"
+#include "oscar_cpu.h"
+
+enum {
+  kTile = 64,       // keys handled at once; codes of one head and tile (2 KiB each of K and V at 128) stay in L1
+  kRowBlock = 4,    // query rows handled at once: 4 x 2 limbs x 2 key blocks = 16 of 32 registers accumulate
+  kMaxDim = 256,    // largest head_dim
+  kMaxGroups = 8,   // most (centre, step) pairs a row that the integer path takes
+};
+
+/// Query rows of one KV head, prepared once. A row is one query token and one query head.
+struct QueryRows {
+  int num_rows;
+  int dim;             // head_dim of K
+  const float* q;      // [num_rows, dim] transformed, times sm_scale * log2(e); with a cap times sm_scale / cap
+  const int8_t* high;  // [num_rows, dim] q ~ scale * (256 * high + low)
+  const int8_t* low;
+  const float* scale;  // [num_rows]
+  const float* sums;   // [num_rows, kMaxGroups]: per K group sum of 256 * high + low
+  float cap_log2e;     // logit cap times log2(e): the logit in base 2 is cap_log2e * tanh(q . k); 0 for no cap
+};
+
+/// Softmax state of those rows, in base 2: o = (acc + r) / l. Sums over keys stay spread over vector lanes until the end.
+///
+///     float   0          v_dim     + 16      + 32
+///             | acc      | m | pad | l lanes | r lanes of group 0 | r lanes of group 1 | ...
+///
+/// acc: sums of weight times code, or of weight times value. r: of p * (centre - 1.5 * step), the same for all channels
+/// of a V group; only the integer kernels use it.
+struct State {
+  float* data;
+  int stride;  // floats between rows
+};
+
+enum { kLanes = 16 };
+
+/// V groups whose r a state holds: the integer kernels take no more.
+static inline int oscar_state_groups(const OscarLayer* layer) {
+  const int groups = layer->v.row_kind == kPacked ? layer->v.head_dim / layer->v.group_size : 0;
+  return groups <= kMaxGroups ? groups : 0;
+}
+
+/// Floats of one row's state.
+static inline int oscar_state_stride(const OscarLayer* layer) {
+  return layer->v.head_dim + kLanes * (2 + oscar_state_groups(layer));
+}
+
+/// Up to kTile keys of one KV head. A row is at its side's base plus its offset, in bytes: bases change with the head, offsets
+/// are those of the slots.
+struct Tile {
+  int count;  // keys, 1..kTile
+  const uint8_t* k_base;
+  const uint8_t* v_base;
+  const int64_t* k_offset;  // [kTile]; entries beyond count repeat a valid one
+  const int64_t* v_offset;
+  const int64_t* next_k_offset;  // [kTile] of the tile to prefetch, or null
+  const int64_t* next_v_offset;
+  const int32_t* limit;  // [num_rows] keys of this tile that a row sees, or null for all
+};
+
+struct AttendTable {
+  /// Rows of 2-bit codes. `layer` for formats, `head` for level tables.
+  void (*attend_packed)(const OscarLayer* layer, int head, const Tile* tile, const QueryRows* rows, const State* state);
+  /// Rows of bf16 or float32 numbers: windows, new tokens and the lossless format.
+  void (*attend_wide)(const OscarLayer* layer, int dtype, const Tile* tile, const QueryRows* rows, const State* state);
+  /// y[n, cols] = x[n, dim] @ matrix[dim, cols] in float32.
+  void (*matmul)(const float* x, int n, int dim, const float* matrix, int cols, float* y);
+  /// Limbs, scales and sums of rows whose q is in place.
+  void (*quantise_queries)(const OscarSide* k, int num_rows, const float* q, int8_t* high, int8_t* low, float* scale,
+                           float* sums);
+  /// Merge `num_parts` states of `num_rows` rows (parts `part_stride` floats apart) into o [num_rows, v_dim].
+  void (*merge)(const OscarLayer* layer, const float* parts, int num_parts, int64_t part_stride, int num_rows, float* o);
+  /// Convert a vector of bf16, fp16 or float32 to float32.
+  void (*to_float)(const void* x, int dtype, int n, float* y);
+  /// Read memory; returns a checksum.
+  uint64_t (*read)(const void* data, int64_t bytes);
+};
+
+/// Tokens of one KV head of one side: where they come from and where they go. Strides in bytes.
+struct StoreRows {
+  const uint8_t* x;
+  int dtype;
+  int window_dtype;
+  int64_t token_stride;
+  const int64_t* loc;
+  const int64_t* window_rows;
+  int64_t no_row;   // in window_rows: write none
+  uint8_t* buffer;  // of this head
+  int64_t slot_stride;
+  uint8_t* window;  // of this head
+  int64_t window_row_stride;
+  uint8_t* out;  // of this head
+  int64_t out_stride;
+};
+
+struct StoreTable {
+  /// Transform, clip, encode and write tokens [first, first + count) of one KV head.
+  void (*store)(const OscarSide* side, int head, const StoreRows* rows, int64_t first, int64_t count);
+};
+
+struct KernelTable {
+  const char* name;
+  const AttendTable* attend;
+  const StoreTable* store;
+};
+
+extern const AttendTable kAttendPortable;
+extern const StoreTable kStorePortable;
+#if defined(__x86_64__)
+extern const AttendTable kAttendAvx2, kAttendAvx512;
+extern const StoreTable kStoreAvx2, kStoreAvx512;
+#endif
+
+/// The table of a level, or null with *status set.
+const KernelTable* oscar_pick(const char* isa, int* status);
+
+/// Whether the kernels take the layer's head_dim.
+static inline bool oscar_dims_fit(const OscarLayer* layer) {
+  const int k = layer->k.head_dim, v = layer->v.head_dim;
+  return k > 0 && v > 0 && k % 16 == 0 && v % 16 == 0 && k <= kMaxDim && v <= kMaxDim;
+}
+
+#endif  // OSCAR_KERNELS_H_

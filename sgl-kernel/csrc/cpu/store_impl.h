@@ -1,0 +1,233 @@
+// Transform, clip, encode and write rows, byte for byte as `oscar/codec.py` says. Included inside an anonymous namespace by
+// each ISA file, which must be compiled with -ffp-contract=off: the format's operations are separate float32 operations.
+
+typedef double D __attribute__((vector_size(4 * W)));
+typedef double DUnaligned __attribute__((vector_size(4 * W), aligned(8), may_alias));
+typedef float FHalf __attribute__((vector_size(2 * W)));
+typedef float FHalfUnaligned __attribute__((vector_size(2 * W), aligned(4), may_alias));
+constexpr int kDoubles = W / 2;
+
+constexpr int kTokenBlock = 4;
+
+/// a * b + c; sums of at least float64 precision are what makes the rounded result independent of who computed it.
+inline D multiply_add(D a, D b, D c) {
+#if defined(__AVX512F__)
+  return (D)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__FMA__)
+  return (D)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline D load_doubles(const double* p) { return *reinterpret_cast<const DUnaligned*>(p); }
+inline D load_doubles(const float* p) {
+  return __builtin_convertvector((FHalf) * reinterpret_cast<const FHalfUnaligned*>(p), D);
+}
+
+/// y[n] = x[n] @ matrix for N tokens. Every output sums its products in the order of the input channels, whatever N is.
+template <int N, class T>
+inline void transform_rows(const double (*x)[kMaxDim], int dim, const T* matrix, double (*y)[kMaxDim]) {
+  constexpr int kCols = 4;
+  int c = 0;
+  for (; c + kCols * kDoubles <= dim; c += kCols * kDoubles) {
+    D acc[N][kCols] = {};
+    for (int i = 0; i < dim; i++) {
+      const T* row = matrix + size_t(i) * dim + c;
+      for (int n = 0; n < N; n++) {
+        const D factor = x[n][i] - D{};
+        for (int j = 0; j < kCols; j++) acc[n][j] = multiply_add(factor, load_doubles(row + j * kDoubles), acc[n][j]);
+      }
+    }
+    for (int n = 0; n < N; n++) {
+      for (int j = 0; j < kCols; j++) *reinterpret_cast<DUnaligned*>(&y[n][c + j * kDoubles]) = acc[n][j];
+    }
+  }
+  for (; c < dim; c += kDoubles) {
+    D acc[N] = {};
+    for (int i = 0; i < dim; i++) {
+      const D column = load_doubles(matrix + size_t(i) * dim + c);
+      for (int n = 0; n < N; n++) acc[n] = multiply_add(x[n][i] - D{}, column, acc[n]);
+    }
+    for (int n = 0; n < N; n++) *reinterpret_cast<DUnaligned*>(&y[n][c]) = acc[n];
+  }
+}
+
+template <class T>
+inline void transform_block(const double (*x)[kMaxDim], int n, int dim, const T* matrix, double (*y)[kMaxDim]) {
+  if (n == kTokenBlock) {
+    transform_rows<kTokenBlock>(x, dim, matrix, y);
+  } else {
+    for (int i = 0; i < n; i++) transform_rows<1>(x + i, dim, matrix, y + i);
+  }
+}
+
+inline uint32_t float_bits(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  return bits;
+}
+
+inline float bits_float(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, 4);
+  return x;
+}
+
+/// To nearest even.
+inline uint16_t float_to_bf16(float x) {
+  uint32_t bits = float_bits(x);
+  return x == x ? uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : uint16_t(0x7fc0);
+}
+
+/// To nearest even; |x| at most 65504.
+inline uint16_t float_to_half(float x) {
+#if defined(__F16C__)
+  return uint16_t(_cvtss_sh(x, 0));
+#else
+  const uint32_t bits = float_bits(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  if (size < 0x38800000) {  // below 2^-14: a multiple of 2^-24. Adding 0.5 leaves it, rounded, in the low bits.
+    return uint16_t(sign | (float_bits(bits_float(size) + 0.5f) - float_bits(0.5f)));
+  }
+  const uint32_t rounded = size + 0xfff + (size >> 13 & 1);
+  return uint16_t(sign | ((rounded >> 13) - (112 << 10)));
+#endif
+}
+
+inline uint16_t float_to_meta(float x, int dtype) { return dtype == kBFloat16 ? float_to_bf16(x) : float_to_half(x); }
+
+/// Clip a row at the index-th smallest |x|, found bit by bit: the threshold is the largest value that at most `index` numbers
+/// are below. Sizes of floats order as their bits do.
+inline void clip_row(float* x, int dim, int index, bool sixteen_bits) {
+  if (index >= dim - 1) return;
+  alignas(64) int32_t size[kMaxDim];
+  for (int c = 0; c < dim; c++) size[c] = int32_t(float_bits(x[c]) & 0x7fffffff);
+  int32_t threshold = 0;
+  for (int bit = 30; bit >= (sixteen_bits ? 16 : 0); bit--) {
+    const int32_t candidate = threshold | (1 << bit);
+    int below = 0;
+    for (int c = 0; c < dim; c++) below += size[c] < candidate;
+    if (below <= index) threshold = candidate;
+  }
+  const float tau = bits_float(uint32_t(threshold));
+  for (int c = 0; c < dim; c++) {
+    float y = x[c] > -tau ? x[c] : -tau;
+    x[c] = y < tau ? y : tau;
+  }
+}
+
+inline void range_of(const float* x, int n, float* low, float* high) {
+  float l = x[0], h = x[0];
+  int c = 0;
+  if (n >= W) {
+    F low_lanes = load(x), high_lanes = low_lanes;
+    for (c = W; c + W <= n; c += W) {
+      F y = load(x + c);
+      low_lanes = y < low_lanes ? y : low_lanes;
+      high_lanes = y > high_lanes ? y : high_lanes;
+    }
+    for (int i = 0; i < W; i++) {
+      l = low_lanes[i] < l ? low_lanes[i] : l;
+      h = high_lanes[i] > h ? high_lanes[i] : h;
+    }
+  }
+  for (; c < n; c++) {
+    l = x[c] < l ? x[c] : l;
+    h = x[c] > h ? x[c] : h;
+  }
+  *low = l;
+  *high = h;
+}
+
+/// One row, float32 in, row_bytes out; x is clipped in place.
+inline void encode_row(const OscarSide& side, int head, float* x, bool sixteen_bits, uint8_t* row) {
+  const int dim = side.head_dim, quarter = dim / kCodesPerByte, meta_dtype = side.meta_dtype;
+  const float limit = meta_dtype == kBFloat16 ? bits_float(0x7f7f0000) : 65504.0f;
+  const float tiny = meta_dtype == kBFloat16 ? bits_float(0x00800000) : bits_float(0x38800000);
+  int special = 0;
+  for (int c = 0; c < dim; c++) special |= (float_bits(x[c]) & 0x7f800000) == 0x7f800000;
+  if (special) {
+    for (int c = 0; c < dim; c++) {
+      x[c] = x[c] == x[c] ? (x[c] > 3.4028235e38f ? limit : x[c] < -3.4028235e38f ? -limit : x[c]) : 0.0f;
+    }
+  }
+  const double rank = double(side.clip_ratio[head]) * dim;
+  clip_row(x, dim, rank < dim - 1 ? int(rank) : dim - 1, sixteen_bits && !special);
+
+  float cut[kNumLevels - 1] = {-1.0f, 0.0f, 1.0f};
+  if (side.levels) {
+    const float* level = side.levels + head * kNumLevels;
+    for (int i = 0; i < kNumLevels - 1; i++) cut[i] = (level[i + 1] + level[i]) * 0.5f;
+  }
+  alignas(64) uint8_t code[kMaxDim];
+  uint8_t* meta = row + quarter;
+  for (int g = 0; g < dim; g += side.group_size, meta += kMetaBytes) {
+    float low, high;
+    range_of(x + g, side.group_size, &low, &high);
+    float centre = (high + low) * 0.5f;
+    centre = centre > limit ? limit : centre < -limit ? -limit : centre;
+    float step = (high - low) * bits_float(kOneThirdBits);
+    step = step > limit ? limit : step;
+    if (step < tiny) step = step < 0.5f * tiny ? 0.0f : tiny;
+    const uint16_t centre16 = float_to_meta(centre, meta_dtype), step16 = float_to_meta(step, meta_dtype);
+    __builtin_memcpy(meta, &centre16, 2);
+    __builtin_memcpy(meta + 2, &step16, 2);
+    centre = meta_to_float(centre16, meta_dtype);
+    step = meta_to_float(step16, meta_dtype);
+    const float b0 = centre + cut[0] * step, b1 = centre + cut[1] * step, b2 = centre + cut[2] * step;
+    for (int c = g; c < g + side.group_size; c++) code[c] = uint8_t((x[c] > b0) + (x[c] > b1) + (x[c] > b2));
+  }
+  for (int b = 0; b < quarter; b++) {
+    row[b] = uint8_t(code[b] | code[b + quarter] << 2 | code[b + 2 * quarter] << 4 | code[b + 3 * quarter] << 6);
+  }
+}
+
+void store_rows(const OscarSide* side, int head, const StoreRows* rows, int64_t first, int64_t count) {
+  const int dim = side->head_dim, element = rows->window_dtype == kBFloat16 ? 2 : 4;
+  alignas(64) double x[kTokenBlock][kMaxDim], y[kTokenBlock][kMaxDim];
+  alignas(64) float row[kMaxDim];
+  alignas(64) uint8_t stored[kMaxDim * 4];
+  for (int64_t start = first; start < first + count; start += kTokenBlock) {
+    const int n = int(first + count - start < kTokenBlock ? first + count - start : kTokenBlock);
+    if (side->transform) {
+      const double* mean = side->mean ? side->mean + size_t(head) * dim : nullptr;
+      for (int i = 0; i < n; i++) {
+        convert_to_float(rows->x + (start + i) * rows->token_stride, rows->dtype, dim, row);
+        for (int c = 0; c < dim; c++) x[i][c] = mean ? double(row[c]) - mean[c] : double(row[c]);
+      }
+      const size_t matrix = size_t(head) * dim * dim;
+      if (side->transform_dtype == kFloat64) {
+        transform_block(x, n, dim, static_cast<const double*>(side->transform) + matrix, y);
+      } else {
+        transform_block(x, n, dim, static_cast<const float*>(side->transform) + matrix, y);
+      }
+    }
+    for (int i = 0; i < n; i++) {
+      if (side->transform) {
+        for (int c = 0; c < dim; c++) row[c] = float(y[i][c]);
+      } else {
+        convert_to_float(rows->x + (start + i) * rows->token_stride, rows->dtype, dim, row);
+      }
+      if (rows->window_dtype == kBFloat16) {
+        uint16_t* bits = reinterpret_cast<uint16_t*>(stored);
+        for (int c = 0; c < dim; c++) {
+          bits[c] = float_to_bf16(row[c]);
+          row[c] = bf16_to_float(bits[c]);
+        }
+      } else {
+        __builtin_memcpy(stored, row, size_t(dim) * 4);
+      }
+      const size_t bytes = size_t(dim) * element;
+      __builtin_memcpy(rows->out + (start + i) * rows->out_stride, stored, bytes);
+      if (rows->window_rows[start + i] != rows->no_row) {
+        __builtin_memcpy(rows->window + rows->window_rows[start + i] * rows->window_row_stride, stored, bytes);
+      }
+      uint8_t* packed = rows->buffer + rows->loc[start + i] * rows->slot_stride;
+      if (side->row_kind == kWide) {
+        __builtin_memcpy(packed, row, size_t(dim) * 4);
+      } else {
+        encode_row(*side, head, row, rows->window_dtype == kBFloat16, packed);
+      }
+    }
+  }
+}
