@@ -46,15 +46,18 @@ def run_arm(model: str, flags: tuple[str, ...], needles: list, workers: int, nam
         info = server.info()
     state = info["internal_states"][0]
     low, high = wilson(sum(marks), len(marks))
+    cache = state.get("oscar")
+    if cache:
+        cache["artifact"] = Path(cache["artifact"]).name
     return {
-        "flags": list(flags),
+        "flags": [Path(flag).name for flag in flags],
         "attention_backend": info["attention_backend"],
         "n": len(marks),
         "exact": sum(marks) / len(marks),
         "interval": [low, high],
         "wrong_seeds": [i for i, mark in enumerate(marks) if not mark],
         "tokens": info["max_total_num_tokens"],
-        "cache": state.get("oscar"),
+        "cache": cache,
         "startup_seconds": round(server.startup_seconds, 1),
     }
 

@@ -32,7 +32,9 @@ def main() -> None:
     left.set_ylabel("relative to BF16")
 
     exact = [100 * arms[name]["exact"] for name in names]
-    errors = [[e - 100 * arms[n]["interval"][0], 100 * arms[n]["interval"][1] - e] for n, e in zip(names, exact, strict=True)]
+    bounds = [[100 * bound for bound in arms[name]["interval"]] for name in names]
+    # An interval's end may miss 100 % by a rounding error.
+    errors = [[max(0, e - low), max(0, high - e)] for e, (low, high) in zip(exact, bounds, strict=True)]
     right.bar(names, exact, color=[COLOURS[name] for name in names], yerr=list(zip(*errors, strict=True)), capsize=4)
     for x, value in enumerate(exact):
         right.text(x + 0.06, value + 1, f"{value:.0f}%", ha="left", va="bottom")
