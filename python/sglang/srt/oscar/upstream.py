@@ -132,6 +132,9 @@ SYMBOLS = [
     Symbol(f"{_BACKEND}.support_triton", "overridden", ()),
     Symbol("sglang.srt.layers.radix_attention.RadixAttention", "the attention layers of a model"),
     Symbol("sglang.srt.layers.radix_attention.AttentionType.DECODER", "the only kind that is served"),
+    # Statistics inside the engine (capture.py)
+    Symbol("sglang.srt.distributed.parallel_state.get_tensor_model_parallel_rank", "whose heads these are", ()),
+    Symbol("sglang.srt.distributed.parallel_state.get_tensor_model_parallel_world_size", "how many ranks share them", ()),
 ]
 
 
