@@ -454,3 +454,17 @@ def test_states_merge_to_the_whole():
     parts = [attend(q, k[:, a:b], v[:, a:b], mask[..., a:b], 0.3) for a, b in ((0, 1), (1, 30), (30, 50))]
     torch.testing.assert_close(merge_states(parts), whole)
     assert torch.equal(whole[:, :, 2], torch.zeros(1, 2, 8)) and torch.isinf(lse[:, :, 2]).all()
+
+
+def test_a_shape_the_library_lacks_is_said_once(caplog):
+    """head_dim 72 is no multiple of 16: `auto` runs the reference, and the log says why, one time."""
+    from oscar_kernel import choose
+
+    if cpu.library() is None:
+        pytest.skip("no C++ library")
+    choose._say_slower.cache_clear()
+    codec = codec_of(1, 72, 72)
+    for _ in range(2):
+        Batch([5], 1, 2, 72, 72, codec)
+    said = [record for record in caplog.records if "slower PyTorch reference" in record.message]
+    assert len(said) == 1 and "head_dim" in said[0].message

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 from torch import Tensor
 
 from oscar_kernel import cpu
 from oscar_kernel.layer import LayerCache, LayerCodec
 
+logger = logging.getLogger(__name__)
 IMPLS = ("auto", "cpu", "reference")
 
 
@@ -32,4 +36,12 @@ def choose(op: str, impl: str, isa: str | None, cache: LayerCache, codec: LayerC
         return "cpu"
     if impl == "cpu" or isa is not None:
         raise RuntimeError(f"{op}: the C++ library cannot run here: {reason}")
+    if cache.k_buffer.device.type == "cpu" and cpu.library() is not None:  # a library that is missing says so itself
+        _say_slower(reason)
     return "reference"
+
+
+@functools.lru_cache
+def _say_slower(reason: str) -> None:
+    """Log, once a reason, that `auto` took the slower path."""
+    logger.warning("oscar_kernel: using the slower PyTorch reference, not the C++ library: %s", reason)
