@@ -10,8 +10,9 @@ from oscar import config
 BAD_INPUT = 2
 """Exit status after one sentence on stderr."""
 DEFAULT_CONTEXTS = (4096, 32768, 131072)
-METHODS = ("oscar", "oscar-surrogate", "hadamard", "identity", "raw")  # of oscar.transform, which would import torch
-CLIPS = ("paper", "search")  # of oscar.calibrate
+METHODS = ("oscar-shaped", "oscar", "oscar-surrogate", "hadamard", "identity", "raw")  # of oscar.transform, which imports torch
+CLIPS = ("paper", "search")  # of oscar.options
+TASKS = ("retrieval", "perplexity", "divergence", "recall-hard")  # of oscar.evaluate.run
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_verify(commands)
     _add_plan(commands)
+    _add_evaluate(commands)
     _add_needle(commands)
     commands.add_parser("model-path", help="print where the embedded model lies")
     return parser
@@ -64,7 +66,7 @@ def _add_calibrate(commands) -> None:
         "--method",
         default=config.DEFAULT_METHOD,
         choices=METHODS,
-        help="oscar: the paper's U.H.P; oscar-surrogate: the same with the public implementation's V target; hadamard, "
+        help="oscar-shaped: balanced maps and shaped rounding; oscar: the paper's U.H.P; oscar-surrogate: the same with the public implementation's V target; hadamard, "
         "identity: no data needed; raw: the paper's failed ablation (default: %(default)s)",
     )
     p.add_argument(
@@ -88,10 +90,11 @@ def _add_calibrate(commands) -> None:
     p.add_argument(
         "--max-length",
         type=int,
-        default=config.DEFAULT_MAX_LENGTH,
         metavar="N",
-        help="longest sequence in tokens, capped by the model's context length (default: %(default)s)",
+        help="longest sequence in tokens, capped by the model's context length (default: that length, at most "
+        f"{config.LONGEST_SEQUENCE})",
     )
+    _add_skip_layers(p, "the artifact leaves them out, and the server asks for --oscar-allow-native-layers")
     p.add_argument(
         "--clip",
         default="paper",
@@ -153,8 +156,20 @@ def _add_convert(commands) -> None:
             help=f"quantile of |x| in a {side.upper()} row beyond which it is clipped, in (0, 1] (default: %(default)s)",
         )
     p.add_argument("--group-size", type=int, metavar="N", help="as in `oscar calibrate` (default: head_dim)")
+    _add_native(p)
     _add_windows(p, "recorded")
+    p.add_argument("--json", action="store_true", help="print one JSON object instead, as `oscar inspect --json`")
     p.add_argument("--quiet", action="store_true", help="print nothing")
+
+
+def _add_skip_layers(p: argparse.ArgumentParser, what: str) -> None:
+    p.add_argument(
+        "--skip-layers",
+        type=_numbers,
+        default=(),
+        metavar="N,N",
+        help=f"layers, from 0, that stay in 16 bits; {what} (default: none)",
+    )
 
 
 def _add_windows(p: argparse.ArgumentParser, what: str) -> None:
@@ -171,6 +186,12 @@ def _add_windows(p: argparse.ArgumentParser, what: str) -> None:
         )
 
 
+def _add_native(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--allow-native-layers", action="store_true", help="let layers be missing; the server keeps those in 16 bits"
+    )
+
+
 def _add_picture(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--picture",
@@ -185,6 +206,7 @@ def _add_verify(commands) -> None:
     )
     p.add_argument("file", metavar="FILE", help="artifact made by `oscar calibrate` or `oscar convert`")
     p.add_argument("--model", metavar="DIR", help="model folder it has to fit")
+    _add_native(p)
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -209,8 +231,81 @@ def _add_plan(commands) -> None:
         help=f"tokens of one request; repeatable (default: {', '.join(map(str, DEFAULT_CONTEXTS))})",
     )
     p.add_argument("--group-size", type=int, metavar="N", help="as in `oscar calibrate` (default: head_dim)")
+    _add_skip_layers(p, "counted so")
     _add_windows(p, "counted with each request slot")
     p.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _add_evaluate(commands) -> None:
+    p = commands.add_parser(
+        "evaluate",
+        help="what a 2-bit cache costs in quality: divergence, perplexity, retrieval, against 16 bits",
+        description="Read prompts and text with a model whose cache is kept in several ways, through the kernels that serve, "
+        "and report what each costs. Methods are calibrated here; artifacts and a running server can be measured too.",
+    )
+    p.add_argument("--model", required=True, metavar="DIR", help="model folder in Hugging Face layout")
+    p.add_argument("--artifact", action="append", default=[], metavar="FILE", help="artifact to measure; repeatable")
+    p.add_argument(
+        "--methods",
+        type=_names,
+        metavar="NAME,NAME",
+        help=f"bf16, lossless, int2 (plain 2-bit), {', '.join(METHODS)}; a method's name with -shared: one transform for all "
+        f"heads of a layer (default: {','.join(config.DEFAULT_ARMS)}; none with --endpoint)",
+    )
+    p.add_argument(
+        "--tasks",
+        type=_names,
+        metavar="NAME,NAME",
+        help=f"out of {', '.join(TASKS)} (default: all; with --endpoint alone those with answers)",
+    )
+    for name, value, what in (
+        ("context", config.DEFAULT_EVALUATION_CONTEXT, "tokens of a prompt, and of the text before a continuation"),
+        ("continuation", config.DEFAULT_CONTINUATION, "tokens decoded after it, teacher-forced"),
+        ("documents", config.DEFAULT_DOCUMENTS, "most documents of running text"),
+        ("n", config.DEFAULT_PROMPTS, "prompts of retrieval; each hard task has a fifth of them"),
+        ("seed", config.DEFAULT_SEED, "seed of the first task"),
+    ):
+        p.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{what} (default: %(default)s)")
+    windows = f"{config.DEFAULT_SINK_TOKENS},{config.DEFAULT_RECENT_TOKENS}"
+    p.add_argument(
+        "--windows",
+        type=_windows,
+        default=windows,
+        metavar="S,R",
+        help="first and newest tokens kept in 16 bits (default: %(default)s)",
+    )
+    p.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="UTF-8 text for perplexity and divergence; repeatable (default: held-out prose and code of the embedded model)",
+    )
+    p.add_argument(
+        "--calibration-text",
+        action="append",
+        default=[],
+        metavar="FILE[:TOKENS]",
+        help="text that methods are calibrated on, as in `oscar calibrate --text` (default: the model writes its own)",
+    )
+    p.add_argument(
+        "--calibration-tokens",
+        type=int,
+        default=config.DEFAULT_CALIBRATION_TOKENS,
+        metavar="N",
+        help="tokens of it (default: %(default)s)",
+    )
+    p.add_argument("--from-stats", metavar="FILE", help="statistics saved by `oscar calibrate --save-stats` instead")
+    p.add_argument("--group-size", type=int, metavar="N", help="as in `oscar calibrate` (default: head_dim)")
+    p.add_argument("--endpoint", metavar="URL", help="server that also answers retrieval and recall-hard, OpenAI protocol")
+    p.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="as in `oscar calibrate`"
+    )
+    p.add_argument("--device", default="auto", help="as in `oscar calibrate`")
+    p.add_argument("--json", metavar="FILE", help="write the report here")
+    p.add_argument("--picture", metavar="FILE", help="draw the report, .png")
+    p.add_argument("--page", metavar="FILE", help="write report and picture as one .html page")
+    p.add_argument("--quiet", action="store_true", help="no progress bars and no table")
 
 
 def _add_needle(commands) -> None:
@@ -222,6 +317,27 @@ def _add_needle(commands) -> None:
         "--model", metavar="DIR", help="folder whose tokenizer and chat template to use (default: the embedded model)"
     )
     p.add_argument("--json", action="store_true", help="print prompt, messages and answer as one JSON object instead")
+
+
+def _numbers(value: str) -> tuple[int, ...]:
+    """Layer numbers out of the command line, in order and once each. Raises ArgumentTypeError."""
+    try:
+        return tuple(sorted({int(number) for number in value.split(",")}))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected layer numbers with commas between them, got {value!r}") from error
+
+
+def _names(value: str) -> tuple[str, ...]:
+    """Names with commas between them."""
+    return tuple(name for name in value.split(",") if name)
+
+
+def _windows(value: str) -> tuple[int, int]:
+    """(sink_tokens, recent_tokens) out of "S,R". Raises ArgumentTypeError."""
+    parts = value.split(",")
+    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"expected two numbers of tokens with a comma between them, got {value!r}")
+    return int(parts[0]), int(parts[1])
 
 
 def _json_object(value: str) -> dict:

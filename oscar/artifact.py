@@ -2,7 +2,8 @@
 
 Tensors, for each layer i: `layers.{i}.k_transform` [num_kv_heads, head_dim, head_dim], `layers.{i}.v_transform`
 [num_kv_heads, v_head_dim, v_head_dim] (float32, rows are vectors: x @ T), `layers.{i}.k_clip`, `layers.{i}.v_clip`
-[num_kv_heads] float32, and optionally `k_mean`, `v_mean` [num_kv_heads, head_dim] and `k_levels`, `v_levels` [num_kv_heads, 4].
+[num_kv_heads] float32, and optionally `k_mean`, `v_mean` [num_kv_heads, head_dim], `k_levels`, `v_levels` [num_kv_heads, 4] and
+`k_shaping`, `v_shaping` [num_kv_heads, head_dim, head_dim], strictly upper triangular (see `oscar/codec.py`).
 Only T is stored; what queries and outputs need (T^-T and T^-1) follows from it when it is loaded.
 
 The header keeps a digest of every field and every tensor: a file with anything changed is refused, and the sentence names what.
@@ -136,6 +137,8 @@ class LayerTransforms:
     v_mean: Tensor | None = None
     k_levels: Tensor | None = None
     v_levels: Tensor | None = None
+    k_shaping: Tensor | None = None
+    v_shaping: Tensor | None = None
 
     def of_heads(self, heads: slice) -> LayerTransforms:
         """The part of these KV heads, as views; every tensor has the heads first."""
@@ -173,7 +176,7 @@ class Artifact:
         meta_dtype: "float16" or "bfloat16".
         sink_tokens, recent_tokens: windows it was made for, in tokens.
         num_tokens: real tokens in the statistics.
-        layers: layer_id -> LayerTransforms.
+        layers: layer_id -> LayerTransforms; a layer that is not here stays in 16 bits.
         provenance: JSON-able record: data mix, seed, versions, held-out errors.
     """
 
@@ -195,6 +198,11 @@ class Artifact:
     def v_format(self) -> RowFormat:
         group_size = self.model.v_head_dim if self.group_size == self.model.head_dim else self.group_size
         return RowFormat(self.model.v_head_dim, group_size, self.meta_dtype)
+
+    @property
+    def native_layers(self) -> list[int]:
+        """Layers without transforms, whose K and V stay in 16 bits."""
+        return [i for i in range(self.model.num_layers) if i not in self.layers]
 
     def of_rank(self, tp_rank: int, tp_size: int) -> dict[int, LayerTransforms]:
         """layer_id -> what one tensor-parallel rank serves with. Raises ValueError as `kv_heads_of_rank` does."""
@@ -262,12 +270,13 @@ def write_whole(path: Path, data: bytes, what: str) -> None:
         raise
 
 
-def load(path: str | Path, model: ModelIdentity | None = None) -> Artifact:
+def load(path: str | Path, model: ModelIdentity | None = None, native_layers: bool = False) -> Artifact:
     """Read and check an artifact.
 
     Args:
         path: the file.
         model: refuse the artifact unless it was made for this model.
+        native_layers: let layers be missing, which then stay in 16 bits.
     Raises:
         ArtifactError: missing, truncated or changed file, another format version, missing tensors, or another model.
     """
@@ -282,10 +291,11 @@ def load(path: str | Path, model: ModelIdentity | None = None) -> Artifact:
         for name, tensor in tensors.items():
             _, layer_id, part = name.split(".")
             layers.setdefault(int(layer_id), {})[part] = tensor
-        for layer_id in range(identity.num_layers):
-            for part in ("k_transform", "v_transform", "k_clip", "v_clip"):
-                if part not in layers.get(layer_id, {}):
-                    raise ArtifactError(f"{path}: layers.{layer_id}.{part} is missing; {again}")
+        for layer_id, parts in sorted(layers.items()):
+            if missing := [part for part in ("k_transform", "v_transform", "k_clip", "v_clip") if part not in parts]:
+                raise ArtifactError(f"{path}: layers.{layer_id}.{missing[0]} is missing; {again}")
+            if layer_id >= identity.num_layers:
+                raise ArtifactError(f"{path}: expected layers 0 to {identity.num_layers - 1}, got layer {layer_id}; {again}")
         artifact = Artifact(
             model=identity,
             layers={layer_id: LayerTransforms(**parts) for layer_id, parts in sorted(layers.items())},
@@ -296,6 +306,13 @@ def load(path: str | Path, model: ModelIdentity | None = None) -> Artifact:
             raise
         raise ArtifactError(f"{path}: header or tensor names are not those of an artifact ({error!r}); {again}") from error
     _check(artifact, path)
+    if artifact.native_layers and not native_layers:
+        missing = ", ".join(map(str, artifact.native_layers))
+        raise ArtifactError(
+            f"{path}: expected transforms of all {identity.num_layers} layers, found none of layer {missing}; give "
+            "--oscar-allow-native-layers (`oscar verify`: --allow-native-layers) to keep what is missing in 16 bits, or "
+            f"{again}"
+        )
     if model is not None and (difference := identity.difference(model)):
         raise ArtifactError(f"{path}: made for another model: {difference}; run `oscar calibrate` for this model")
     return artifact
@@ -360,13 +377,15 @@ def find(model_path: str | Path, model: ModelIdentity) -> Path | None:
 def _check(artifact: Artifact, path: Path) -> None:
     """Raise unless shapes, ranges and formats hold together."""
     identity = artifact.model
+    if not artifact.layers:
+        raise ArtifactError(f"{path}: expected transforms of at least one layer, found none; run `oscar calibrate` again")
     try:
         artifact.k_format, artifact.v_format  # noqa: B018 - the constructors check
     except ValueError as error:
         raise ArtifactError(f"{path}: {error}") from error
     heads, dims = identity.num_kv_heads, {"k": identity.head_dim, "v": identity.v_head_dim}
     shapes = {"transform": lambda d: (heads, d, d), "clip": lambda d: (heads,)}
-    shapes |= {"mean": lambda d: (heads, d), "levels": lambda d: (heads, 4)}
+    shapes |= {"mean": lambda d: (heads, d), "levels": lambda d: (heads, 4), "shaping": lambda d: (heads, d, d)}
     for layer_id, layer in artifact.layers.items():
         for name, tensor in vars(layer).items():
             if tensor is None:
@@ -380,6 +399,8 @@ def _check(artifact: Artifact, path: Path) -> None:
                 raise ArtifactError(f"{where}: expected finite numbers, got NaN or infinity")
             if kind == "clip" and not ((tensor > 0) & (tensor <= 1)).all():
                 raise ArtifactError(f"{where}: expected clip ratios in (0, 1], got {tensor.tolist()}")
+            if kind == "shaping" and tensor.tril().any():
+                raise ArtifactError(f"{where}: expected a strictly upper triangular matrix, got entries on or below the diagonal")
             if kind == "levels":
                 on_grid = (tensor * 256 == (tensor * 256).round()).all() and (tensor.abs() < 4).all()
                 if not on_grid or (tensor.diff(dim=-1) <= 0).any():

@@ -10,14 +10,15 @@ from torch import Tensor
 from oscar.artifact import LayerTransforms
 from oscar.capture import LayerCapture
 from oscar.codec import RowFormat
-from oscar.heldout import Positions, attend_mixed, reconstruct
+from oscar.heldout import Positions, attend_mixed, output_cost, output_squares, reconstruct
 
 GRID = (0.84, 0.88, 0.90, 0.92, 0.94, 0.96, 0.98, 1.0)
 """Quantiles tried. Gaussian rows are met best near 0.87 (METHOD 1.6), the paper has 0.96 for keys and 0.92 for values."""
 
 
 class ClipSearch:
-    """Squared errors of attention's output for every quantile of the grid, one layer, each side alone.
+    """Squared errors of attention's output (behind W_O where it is known) for every quantile of the grid: one layer, each side
+    alone.
 
     Keys are tried with exact values and values with exact keys; the windows are exact, as the server reads them, unless a
     sequence is no longer than they are. Rows are clipped by `codec.clip`: exact order statistics, the server's own code.
@@ -43,6 +44,7 @@ class ClipSearch:
 
     def add(self, capture: LayerCapture) -> None:
         """Count an attention call in, sequence by sequence, padding left out."""
+        cost = output_cost(capture)
         for row in range(capture.q.shape[0]):
             keep = capture.real[row]
             q, k, v = (x[row][:, keep].float() for x in (capture.q, capture.k, capture.v))
@@ -57,18 +59,13 @@ class ClipSearch:
             output, t = attend(k, v), self.transforms
             for i, quantile in enumerate(GRID):
                 clip = torch.full_like(t.k_clip, quantile)
-                k_hat = reconstruct(k, self.k_format, t.k_transform, clip, t.k_mean, t.k_levels)
-                v_hat = reconstruct(v, self.v_format, t.v_transform, clip, t.v_mean, t.v_levels)
-                self.errors["k"][i] += _by_kv_head(attend(k_hat, v) - output, k.shape[0])
-                self.errors["v"][i] += _by_kv_head(attend(k, v_hat) - output, k.shape[0])
+                k_hat = reconstruct(k, self.k_format, t.k_transform, clip, t.k_mean, t.k_levels, t.k_shaping)
+                v_hat = reconstruct(v, self.v_format, t.v_transform, clip, t.v_mean, t.v_levels, t.v_shaping)
+                self.errors["k"][i] += output_squares(attend(k_hat, v) - output, cost, k.shape[0])
+                self.errors["v"][i] += output_squares(attend(k, v_hat) - output, cost, k.shape[0])
 
     def best(self) -> LayerTransforms:
         """The layer with the quantiles of least error in it; of equals the largest, which clips least."""
         grid = torch.tensor(GRID)
         picked = {side: grid[len(GRID) - 1 - errors.flip(0).argmin(0)].contiguous() for side, errors in self.errors.items()}
         return replace(self.transforms, k_clip=picked["k"], v_clip=picked["v"])
-
-
-def _by_kv_head(error: Tensor, num_kv_heads: int) -> Tensor:
-    """[num_qo_heads, num_queries, v_head_dim] -> sums of squares [num_kv_heads] float64 on the CPU."""
-    return error.double().square().sum((1, 2)).unflatten(0, (num_kv_heads, -1)).sum(1).cpu()

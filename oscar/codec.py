@@ -18,6 +18,14 @@ group, groups in order. A group is `group_size` neighbouring channels.
              code   = #{i : x > centre + threshold[i] * step}    the nearest level under the metadata as stored
     decode   x_hat  = centre + level[code] * step                in float32
 
+With a shaping matrix S (strictly upper triangular) the rounding error of a channel is passed on to the channels after it, so
+that what is left is small where it is looked at; centre and step are those above, and nothing changes for the reader:
+
+    for i = 0, 1, ... head_dim - 1        y the row before clipping, a = 0 at first
+             code_i = #{k : y_i - a_i > centre + threshold[k] * step}
+             e_i    = (centre + level[code_i] * step) - y_i
+             a_j    = a_j + e_i * S[i, j]                           for j > i, product and sum rounded apart
+
 Levels are (-1.5, -0.5, 0.5, 1.5) unless an artifact brings a table of multiples of 1/256 in (-4, 4); thresholds are the
 midpoints. All arithmetic is float32. A step has at most 11 significant bits, a level or threshold at most 12, so `level * step`
 and `threshold * step` are exact, a fused multiply-add gives the same bits as two operations, and every backend can give the
@@ -27,7 +35,7 @@ Special values: a constant row decodes to its 16-bit rounding; values beyond the
 number; NaN counts as 0 and +-inf as the largest finite number, so one bad row stays finite and touches no other row.
 
 Source: arXiv 2605.17757 for clip quantile and end-point grid; (centre, step) instead of (scale, zero) is ours because a
-real-valued zero near 1.5 loses bits in 16-bit storage.
+real-valued zero near 1.5 loses bits in 16-bit storage. Shaping: docs/method.md.
 """
 
 from __future__ import annotations
@@ -44,6 +52,7 @@ META_BYTES = 4
 """Bytes of one (centre, step) pair."""
 UNIFORM_LEVELS = (-1.5, -0.5, 0.5, 1.5)
 META_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+ROW_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ONE_THIRD = 0.3333333432674408  # float32(1/3)
 
 
@@ -95,17 +104,30 @@ class RowFormat:
 
 @dataclass(frozen=True)
 class LosslessFormat:
-    """Debug format: a row is its head_dim float32 numbers. Tells faults of the path from loss of quantization."""
+    """A row is its head_dim numbers as they are, no metadata: float32 to tell faults of the path from loss of quantization,
+    bfloat16 for layers that stay in 16 bits.
+
+    Args:
+        head_dim: elements in a row.
+        dtype: "float32" or "bfloat16"; in serving always the dtype of the windows.
+    Raises:
+        ValueError: dtype is another.
+    """
 
     head_dim: int
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.dtype not in ROW_DTYPES:
+            raise ValueError(f"LosslessFormat: dtype must be one of {sorted(ROW_DTYPES)}, got {self.dtype!r}")
 
     @property
     def row_bytes(self) -> int:
-        return 4 * self.head_dim
+        return ROW_DTYPES[self.dtype].itemsize * self.head_dim
 
     @property
     def bits_per_element(self) -> float:
-        return 32.0
+        return 8.0 * ROW_DTYPES[self.dtype].itemsize
 
 
 def thresholds(levels: Tensor) -> Tensor:
@@ -134,7 +156,13 @@ def clip(x: Tensor, clip_ratio: Tensor) -> Tensor:
     return torch.minimum(torch.maximum(x, -tau), tau)
 
 
-def encode(x: Tensor, fmt: RowFormat | LosslessFormat, clip_ratio: Tensor, levels: Tensor | None = None) -> Tensor:
+def encode(
+    x: Tensor,
+    fmt: RowFormat | LosslessFormat,
+    clip_ratio: Tensor,
+    levels: Tensor | None = None,
+    shaping: Tensor | None = None,
+) -> Tensor:
     """Encode rows as two-bit codes followed by one (centre, step) pair a group.
 
     Args:
@@ -142,6 +170,7 @@ def encode(x: Tensor, fmt: RowFormat | LosslessFormat, clip_ratio: Tensor, level
         fmt: geometry of the row.
         clip_ratio: [num_kv_heads] float32, quantile of |x| kept unclipped, in (0, 1].
         levels: [num_kv_heads, 4] float32 ascending multiples of 1/256 in (-4, 4), in units of step; None: the uniform grid.
+        shaping: [num_kv_heads, head_dim, head_dim] float32, strictly upper triangular; None: every channel is rounded alone.
     Returns:
         [..., num_kv_heads, row_bytes] uint8, the row drawn at the top of this module.
     Raises:
@@ -151,12 +180,12 @@ def encode(x: Tensor, fmt: RowFormat | LosslessFormat, clip_ratio: Tensor, level
     if x.shape[-1] != fmt.head_dim:
         raise ValueError(f"encode: last dimension must be head_dim={fmt.head_dim}, got shape {tuple(x.shape)}")
     if isinstance(fmt, LosslessFormat):
-        return x.float().contiguous().view(torch.uint8)
+        return x.to(ROW_DTYPES[fmt.dtype]).contiguous().view(torch.uint8)
     meta_dtype = META_DTYPES[fmt.meta_dtype]
     info = torch.finfo(meta_dtype)
-    x = clip(torch.nan_to_num(x.float(), nan=0.0, posinf=info.max, neginf=-info.max), clip_ratio)
+    x = torch.nan_to_num(x.float(), nan=0.0, posinf=info.max, neginf=-info.max)
 
-    groups = x.unflatten(-1, (fmt.num_groups, fmt.group_size))
+    groups = clip(x, clip_ratio).unflatten(-1, (fmt.num_groups, fmt.group_size))
     low, high = groups.amin(-1), groups.amax(-1)
     centre = ((high + low) * 0.5).clamp(-info.max, info.max).to(meta_dtype)
     step = ((high - low) * _ONE_THIRD).clamp(max=info.max)
@@ -166,13 +195,43 @@ def encode(x: Tensor, fmt: RowFormat | LosslessFormat, clip_ratio: Tensor, level
         levels = x.new_tensor(UNIFORM_LEVELS).expand(x.shape[-2], 4)
     cut = thresholds(levels.float()).to(x.device)
     bound = centre.float().unsqueeze(-1) + cut.unsqueeze(-2) * step.float().unsqueeze(-1)
-    above = [groups > bound[..., i : i + 1] for i in range(3)]
-    code = (above[0].to(torch.uint8) + above[1] + above[2]).flatten(-2)
+    if shaping is None:
+        code = _count_below(bound.unsqueeze(-2), groups).flatten(-2)
+    else:
+        grid = centre.float().unsqueeze(-1) + levels.float().to(x.device).unsqueeze(-2) * step.float().unsqueeze(-1)
+        code = _shaped_codes(x, grid, bound, shaping.to(x.device), fmt.group_size)
 
     quarter = code.unflatten(-1, (CODES_PER_BYTE, fmt.code_bytes))
     packed = quarter[..., 0, :] | quarter[..., 1, :] << 2 | quarter[..., 2, :] << 4 | quarter[..., 3, :] << 6
     meta = torch.stack((centre, step), dim=-1).flatten(-2).contiguous().view(torch.uint8)
     return torch.cat((packed, meta), dim=-1)
+
+
+def _count_below(bound: Tensor, x: Tensor) -> Tensor:
+    """Codes of x [...] uint8: how many of the three bounds [..., 3] lie below it."""
+    return (x > bound[..., 0]).to(torch.uint8) + (x > bound[..., 1]) + (x > bound[..., 2])
+
+
+def _shaped_codes(x: Tensor, grid: Tensor, bound: Tensor, shaping: Tensor, group_size: int) -> Tensor:
+    """Codes of rows whose rounding errors are passed on from channel to channel; see the top of this module.
+
+    Args:
+        x: [..., num_kv_heads, head_dim] float32, not clipped.
+        grid: [..., num_kv_heads, num_groups, 4] float32, the four values a group can decode to.
+        bound: [..., num_kv_heads, num_groups, 3] float32.
+        shaping: [num_kv_heads, head_dim, head_dim] float32.
+        group_size: channels in a group.
+    Returns:
+        [..., num_kv_heads, head_dim] uint8.
+    """
+    passed_on = torch.zeros_like(x)
+    code = torch.empty_like(x, dtype=torch.uint8)
+    for i in range(x.shape[-1]):
+        group = i // group_size
+        code[..., i] = _count_below(bound[..., group, :], x[..., i] - passed_on[..., i])
+        error = grid[..., group, :].gather(-1, code[..., i : i + 1].long()) - x[..., i : i + 1]
+        passed_on[..., i + 1 :] += error * shaping[:, i, i + 1 :]
+    return code
 
 
 def unpack(rows: Tensor, fmt: RowFormat) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,7 +260,7 @@ def decode(rows: Tensor, fmt: RowFormat | LosslessFormat, levels: Tensor | None 
         [..., num_kv_heads, head_dim] float32.
     """
     if isinstance(fmt, LosslessFormat):
-        return rows.contiguous().view(torch.float32)
+        return rows.contiguous().view(ROW_DTYPES[fmt.dtype]).float()
     code, centre, step = unpack(rows, fmt)
     if levels is None:
         level = code.float() - 1.5

@@ -11,6 +11,7 @@ from torch import Tensor
 from oscar.artifact import LayerTransforms
 from oscar.capture import LayerCapture
 from oscar.codec import RowFormat, decode, encode
+from oscar.statistics import output_moment
 
 MAX_QUERIES = 256
 """Query positions looked at in each sequence, evenly spaced: the cost stays far below that of the forward pass."""
@@ -43,7 +44,8 @@ class LayerError:
 
     Attributes:
         k, v: keys and values after encode and decode, back in the model's own space.
-        attention: attention's output with every key and value from 2 bits.
+        attention: attention's output with every key and value from 2 bits; behind the output projection where its weights
+            are known, since that is what the model goes on with, head by head.
         served: the same with the sink and recent windows exact, as the server reads them.
         plain_k, plain_v, plain_attention: the first three for plain 2-bit: no transform, nothing clipped.
     """
@@ -77,9 +79,12 @@ class LayerErrorSums:
         self.transforms, self.k_format, self.v_format = transforms, k_format, v_format
         self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
         self.sums = {f.name: [0.0, 0.0] for f in fields(LayerError)}
+        self.cost: Tensor | None = None
 
     def add(self, capture: LayerCapture) -> None:
         """Count an attention call in, one sequence at a time; padding is left out."""
+        if self.cost is None:
+            self.cost = output_cost(capture)
         for row in range(capture.q.shape[0]):
             keep = capture.real[row]
             self._add_sequence(capture, *(x[row][:, keep].float() for x in (capture.q, capture.k, capture.v)))
@@ -91,8 +96,8 @@ class LayerErrorSums:
             torch.ones_like(t.k_clip),
             torch.ones_like(t.v_clip),
         )
-        k_hat = reconstruct(k, self.k_format, t.k_transform, t.k_clip, t.k_mean, t.k_levels)
-        v_hat = reconstruct(v, self.v_format, t.v_transform, t.v_clip, t.v_mean, t.v_levels)
+        k_hat = reconstruct(k, self.k_format, t.k_transform, t.k_clip, t.k_mean, t.k_levels, t.k_shaping)
+        v_hat = reconstruct(v, self.v_format, t.v_transform, t.v_clip, t.v_mean, t.v_levels, t.v_shaping)
         k_plain = reconstruct(k, self.k_format, plain.k_transform, plain.k_clip)
         v_plain = reconstruct(v, self.v_format, plain.v_transform, plain.v_clip)
         for name, x, x_hat in (("k", k, k_hat), ("v", v, v_hat), ("plain_k", k, k_plain), ("plain_v", v, v_plain)):
@@ -105,13 +110,37 @@ class LayerErrorSums:
             return attend_mixed(rows, (k, v), (k_hat, v_hat), exact, positions.visible, capture.sm_scale, capture.logit_cap)
 
         output = attend(k, v, positions.none)
-        self._count("attention", output, attend(k_hat, v_hat, positions.none))
-        self._count("served", output, attend(k_hat, v_hat, positions.exact))
-        self._count("plain_attention", output, attend(k_plain, v_plain, positions.none))
+        for name, found in (
+            ("attention", attend(k_hat, v_hat, positions.none)),
+            ("served", attend(k_hat, v_hat, positions.exact)),
+            ("plain_attention", attend(k_plain, v_plain, positions.none)),
+        ):
+            self.sums[name][0] += output_squares(output - found, self.cost, k.shape[0]).sum().item()
+            self.sums[name][1] += output_squares(output, self.cost, k.shape[0]).sum().item()
 
     def _count(self, name: str, x: Tensor, x_hat: Tensor) -> None:
         self.sums[name][0] += (x - x_hat).double().square().sum().item()
         self.sums[name][1] += x.double().square().sum().item()
+
+
+def output_cost(capture: LayerCapture) -> Tensor | None:
+    """`statistics.output_moment` of the layer, float64 on the capture's device; None where W_O is not known."""
+    if capture.output_weight is None:
+        return None
+    return output_moment(capture.output_weight, capture.k.shape[1], capture.v.shape[-1]).to(capture.q.device)
+
+
+def output_squares(x: Tensor, cost: Tensor | None, num_kv_heads: int) -> Tensor:
+    """Squares of attention outputs, summed over queries and the heads of a group.
+
+    Args:
+        x: [num_qo_heads, num_queries, v_head_dim].
+        cost: from `output_cost`; None: the identity.
+    Returns:
+        [num_kv_heads] float64 on the CPU.
+    """
+    x = x.double().unflatten(0, (num_kv_heads, -1)).flatten(1, 2)
+    return (x * (x if cost is None else x @ cost)).sum((1, 2)).cpu()
 
 
 def total(sums: Iterable[LayerErrorSums]) -> LayerError:
@@ -125,7 +154,13 @@ def total(sums: Iterable[LayerErrorSums]) -> LayerError:
 
 
 def reconstruct(
-    x: Tensor, fmt: RowFormat, transform: Tensor, clip: Tensor, mean: Tensor | None = None, levels: Tensor | None = None
+    x: Tensor,
+    fmt: RowFormat,
+    transform: Tensor,
+    clip: Tensor,
+    mean: Tensor | None = None,
+    levels: Tensor | None = None,
+    shaping: Tensor | None = None,
 ) -> Tensor:
     """Encode, decode and transform back.
 
@@ -136,13 +171,14 @@ def reconstruct(
         clip: [num_kv_heads] float32.
         mean: [num_kv_heads, d] float32 taken off before and put back after; None for none.
         levels: [num_kv_heads, 4] float32 or None.
+        shaping: [num_kv_heads, d, d] float32 or None.
     Returns:
         [num_kv_heads, num_tokens, d] float32.
     """
     transform = transform.to(x.device)
     offset = 0.0 if mean is None else mean.to(x.device).unsqueeze(1)
     rows = ((x - offset) @ transform).transpose(0, 1).contiguous()  # [num_tokens, num_kv_heads, d]
-    decoded = decode(encode(rows, fmt, clip.to(x.device), levels), fmt, levels).transpose(0, 1)
+    decoded = decode(encode(rows, fmt, clip.to(x.device), levels, shaping), fmt, levels).transpose(0, 1)
     back = torch.linalg.inv(transform.double()).float()
     return decoded @ back + offset
 

@@ -14,6 +14,7 @@ the same statistics give the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -22,18 +23,40 @@ from torch import Tensor
 from oscar import config
 from oscar.statistics import LayerStatistics, symmetrise
 
-Transforms = tuple[Tensor, Tensor]
-"""k_transform [num_kv_heads, head_dim, head_dim], v_transform [num_kv_heads, v_head_dim, v_head_dim], float64."""
+SHRINKAGE = 1e-3
+"""How far `balance` shrinks correlations towards none: a small calibration set does not know its weakest directions."""
+
+FLOOR = 0.1
+"""Least weight of a direction in `shape_noise`, in units of the mean weight: else all error would go where the calibration text
+never looked."""
+
+
+@dataclass(frozen=True)
+class Transforms:
+    """What a method decides for one layer, all float64 on the CPU.
+
+    Attributes:
+        k_transform: [num_kv_heads, head_dim, head_dim], k' = (k - k_mean) @ T; queries get T^-T.
+        v_transform: [num_kv_heads, v_head_dim, v_head_dim]; outputs get T^-1.
+        k_mean: [num_kv_heads, head_dim] or None.
+        k_shaping, v_shaping: strictly upper triangular, of the transforms' shapes, or None; see `oscar/codec.py`.
+    """
+
+    k_transform: Tensor
+    v_transform: Tensor
+    k_mean: Tensor | None = None
+    k_shaping: Tensor | None = None
+    v_shaping: Tensor | None = None
 
 
 def identity(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
     """No transform: plain 2-bit, the control every method has to beat. share_heads changes nothing."""
-    return tuple(_same_for_heads(torch.eye(d, dtype=torch.float64), statistics) for d in _dims(statistics))
+    return Transforms(*(_same_for_heads(torch.eye(d, dtype=torch.float64), statistics) for d in _dims(statistics)))
 
 
 def hadamard(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
     """The equaliser alone, data-free. share_heads changes nothing. Source: QuaRot, arXiv 2404.00456."""
-    return tuple(_same_for_heads(equaliser(d), statistics) for d in _dims(statistics))
+    return Transforms(*(_same_for_heads(equaliser(d), statistics) for d in _dims(statistics)))
 
 
 def oscar(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
@@ -42,7 +65,7 @@ def oscar(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
     Source: arXiv 2605.17757 (METHOD 1.1, 1.4). Its public implementation shares a matrix over the heads of a layer, which
     can be fatal (METHOD 0.7); here a KV head has its own unless share_heads is set.
     """
-    return rotate(statistics.q_moment, share_heads), rotate(statistics.v_score_moment, share_heads)
+    return Transforms(rotate(statistics.q_moment, share_heads), rotate(statistics.v_score_moment, share_heads))
 
 
 def oscar_surrogate(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
@@ -50,15 +73,35 @@ def oscar_surrogate(statistics: LayerStatistics, share_heads: bool = False) -> T
 
     Source: the public OSCAR implementation (METHOD 1.3); shared over heads it is what the published files hold.
     """
-    return rotate(statistics.q_moment, share_heads), rotate(statistics.v_surrogate_moment, share_heads)
+    return Transforms(rotate(statistics.q_moment, share_heads), rotate(statistics.v_surrogate_moment, share_heads))
 
 
 def raw(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
     """U H P of K^T K and V^T V, the reconstruction targets that the paper ablates against. Source: arXiv 2605.17757."""
-    return rotate(statistics.k_moment, share_heads), rotate(statistics.v_moment, share_heads)
+    return Transforms(rotate(statistics.k_moment, share_heads), rotate(statistics.v_moment, share_heads))
+
+
+def oscar_shaped(statistics: LayerStatistics, share_heads: bool = False) -> Transforms:
+    """Balanced maps, key mean taken off, rounding noise shaped: the default.
+
+    Keys: an error of a key costs x C_q x^T, the keys themselves have the covariance C_k - mean^T mean. Values: an error of a
+    value costs x W_o x^T (x x^T where the output projection is unknown), values have C_v. Each side is mapped so that cost and
+    covariance become one and the same matrix with a flat diagonal (`balance`), and the rounding errors are shaped by that
+    cost (`shape_noise`). Source: docs/method.md.
+    """
+    s, dim = statistics, statistics.v_moment.shape[-1]
+    cost = torch.eye(dim, dtype=torch.float64).expand_as(s.v_moment) if s.output_moment is None else s.output_moment
+    keys = s.k_moment - s.k_mean.unsqueeze(-1) * s.k_mean.unsqueeze(-2)
+    sides = (s.q_moment, keys), (cost, s.v_moment)
+    if share_heads:
+        sides = tuple(tuple(x.mean(0, keepdim=True).expand_as(x) for x in side) for side in sides)
+    k_transform, v_transform = (balance(*side) for side in sides)
+    shaping = (shape_noise(t, side[0]) for t, side in zip((k_transform, v_transform), sides, strict=True))
+    return Transforms(k_transform, v_transform, s.k_mean, *shaping)
 
 
 METHODS: dict[str, Callable[[LayerStatistics, bool], Transforms]] = {
+    "oscar-shaped": oscar_shaped,
     "oscar": oscar,
     "oscar-surrogate": oscar_surrogate,
     "raw": raw,
@@ -95,6 +138,62 @@ def rotate(moment: Tensor, share_heads: bool = False, parts: str = "UHP") -> Ten
     for part in parts:
         result = result @ {"U": eigenvectors, "H": lambda m: equaliser(d), "P": lambda m: permutation(d)}[part](moment)
     return result.expand(num_kv_heads, d, d).contiguous()
+
+
+def balance(cost: Tensor, covariance: Tensor) -> Tensor:
+    """The map after which four equal levels cost least: T with T^-1 cost T^-T = T^T covariance T, of flat diagonal.
+
+    A row x is stored as x T. Its quantization error is about white with a power proportional to the row's, so it costs
+    tr(T^-1 cost T^-T) * tr(T^T covariance T), which is least for T T^T = C^-1/2 (C^1/2 M C^1/2)^1/2 C^-1/2, M the cost and C
+    the covariance. With C = L L^T and L^T M L = V Lambda V^T that is T = L^-T V Lambda^1/4 times any orthogonal matrix, and
+    both sides become Lambda^1/2; an equaliser last gives every channel the same share of both. Its input directions are in
+    scattered order: in the order of eigenvalues the products would keep a structure that shaping cannot use.
+
+    The result follows any invertible change of basis of the keys that queries undo (values and W_O alike), so a model's outlier
+    channels, which are such a change, cost nothing.
+
+    Args:
+        cost, covariance: [num_kv_heads, d, d] float64, positive semidefinite.
+    Returns:
+        [num_kv_heads, d, d] float64; rows keep their mean square.
+    Source: docs/method.md; the balanced form without Hadamard is known from transform coding (arXiv 2608.04074).
+    """
+    m, c = _shrink(cost), _shrink(covariance)
+    lower = torch.linalg.cholesky(c)
+    product = symmetrise(lower.mT @ m @ lower)
+    vectors = eigenvectors(product)
+    values = torch.diagonal(vectors.mT @ product @ vectors, dim1=-2, dim2=-1)
+    values = torch.maximum(values, 1e-12 * values.amax(-1, keepdim=True).clamp(min=1e-200))
+    t = torch.linalg.solve_triangular(lower.mT, vectors * values.pow(0.25).unsqueeze(-2), upper=True)
+    d = t.shape[-1]
+    t = t[..., scattered(d)] @ equaliser(d)
+    power = torch.diagonal(t.mT @ c @ t, dim1=-2, dim2=-1).sum(-1) / torch.diagonal(c, dim1=-2, dim2=-1).sum(-1)
+    return (t / power.sqrt()[:, None, None]).contiguous()
+
+
+def shape_noise(transform: Tensor, cost: Tensor) -> Tensor:
+    """Shaping matrix of a side: with it, errors e of x T cost the sum of D_i * (fresh rounding error of channel i)^2.
+
+    The cost in the stored space, M' = T^-1 cost T^-T scaled to mean diagonal 1, with FLOOR on every direction, factors as
+    M' = U D U^T with U unit upper triangular. Then e M' e^T = sum_i D_i (e_i + sum_{j<i} e_j U_ji)^2, and rounding
+    x_i - sum_{j<i} e_j U_ji instead of x_i makes the i-th bracket that rounding's own error. The geometric mean of D is the
+    geometric mean of the eigenvalues of M', where rounding each channel alone pays their arithmetic mean.
+
+    Args:
+        transform: [num_kv_heads, d, d] float64, T.
+        cost: [num_kv_heads, d, d] float64, in the model's own space.
+    Returns:
+        [num_kv_heads, d, d] float64, U without its diagonal.
+    Source: docs/method.md; the same factorisation rounds weights in arXiv 2307.13304 (LDLQ).
+    """
+    inverse = torch.linalg.inv(transform)
+    stored = symmetrise(inverse @ cost @ inverse.mT)
+    mean = torch.diagonal(stored, dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    one = torch.eye(stored.shape[-1], dtype=torch.float64)
+    weight = torch.where(mean > 0, stored / mean.clamp(min=1e-300), one) + FLOOR * one
+    lower = torch.linalg.cholesky(weight.flip(-1, -2))
+    upper = (lower / torch.diagonal(lower, dim1=-2, dim2=-1).unsqueeze(-2)).flip(-1, -2)
+    return upper.triu(1).contiguous()
 
 
 def eigenvectors(moment: Tensor) -> Tensor:
@@ -134,6 +233,12 @@ def equaliser(d: int) -> Tensor:
     turns = torch.arange(odd)[:, None] * torch.arange(odd)[None, :] % odd
     hartley = (angle[turns].cos() + angle[turns].sin()) / odd**0.5
     return torch.kron(sylvester(d // odd), hartley)
+
+
+@lru_cache
+def scattered(d: int) -> Tensor:
+    """An order of d indices in which neighbours lie far apart: by the fractional parts of multiples of the golden ratio."""
+    return (torch.arange(d, dtype=torch.float64) * ((5**0.5 - 1) / 2)).frac().argsort()
 
 
 def sylvester(d: int) -> Tensor:
@@ -213,6 +318,13 @@ def _jacobsthal(q: int) -> Tensor:
 
 def _is_prime(n: int) -> bool:
     return n > 1 and all(n % i for i in range(2, int(n**0.5) + 1))
+
+
+def _shrink(moment: Tensor) -> Tensor:
+    """Correlations shrunk by SHRINKAGE, which leaves scales as they are; a channel that is always zero gets a little variance."""
+    diagonal = torch.diagonal(moment, dim1=-2, dim2=-1)
+    least = 1e-9 * diagonal.mean(-1, keepdim=True).clamp(min=1e-30)
+    return symmetrise(moment) + torch.diag_embed(SHRINKAGE * diagonal.clamp(min=0) + least)
 
 
 def _dims(statistics: LayerStatistics) -> tuple[int, int]:

@@ -52,6 +52,7 @@ def codec_of(
     fold=False,
     mean=False,
     levels=False,
+    shaping=False,
     group_size=None,
     meta_dtype="float16",
     float32=False,
@@ -71,6 +72,9 @@ def codec_of(
     def table():
         return (torch.randn(num_kv_heads, 4, generator=g) * 160).clamp(-1000, 1000).round().sort(-1).values / 256
 
+    def triangle(dim):
+        return (torch.randn(num_kv_heads, dim, dim, generator=g) * (1.5 / dim**0.5)).triu(1) if shaping else None
+
     k_transform, v_transform = transform(head_dim), transform(v_head_dim)
     return LayerCodec(
         k_format=row_format(head_dim),
@@ -85,6 +89,8 @@ def codec_of(
         v_mean=torch.randn(num_kv_heads, v_head_dim, generator=g, dtype=torch.float64) if mean and not fold else None,
         k_levels=table() if levels else None,
         v_levels=table() if levels else None,
+        k_shaping=triangle(head_dim),
+        v_shaping=triangle(v_head_dim),
         window_dtype=torch.float32 if lossless else torch.bfloat16,
     )
 
@@ -189,6 +195,12 @@ FORMATS = [
     (128, {"levels": True, "group_size": 32}),
     (64, {"clip": (1.0, 1.0)}),
 ]
+SHAPED = [
+    (128, {"shaping": True}),
+    (80, {"shaping": True, "mean": True, "orthogonal": False}),
+    (96, {"shaping": True, "group_size": 32}),
+    (256, {"shaping": True, "levels": True, "meta_dtype": "bfloat16"}),
+]
 
 
 RATIOS = [1, 3, 5, 6, 7, 16]
@@ -207,7 +219,7 @@ def test_decode_formats(head_dim, options, group, backend):
         assert_heads_close(out[b], expected, backend)
 
 
-@pytest.mark.parametrize("head_dim, options", [*FORMATS, (80, {}), (128, {"lossless": True}), (128, {"mean": True})])
+@pytest.mark.parametrize("head_dim, options", [*FORMATS, *SHAPED, (80, {}), (128, {"lossless": True}), (128, {"mean": True})])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fold", [False, True])
 def test_store_bytes(head_dim, options, dtype, fold, backend):
@@ -392,10 +404,11 @@ def test_each_position_is_read_once():
         assert set(window) <= set(range(SINK)) | set(range(n - RECENT, n))
 
 
+@pytest.mark.parametrize("shaping", [False, True])
 @pytest.mark.parametrize("steps", [1, 7, 16, 64, 300])
-def test_chunking_does_not_change_bytes(steps, backend):
+def test_chunking_does_not_change_bytes(steps, shaping, backend):
     """The same 300 tokens, however they arrive and whatever comes with them: the same rows."""
-    codec = codec_of(2, 128, 128)
+    codec = codec_of(2, 128, 128, shaping=shaping)
     g = torch.Generator().manual_seed(6)
     k, v = torch.randn(300, 2, 128, generator=g) + 0.5, torch.randn(300, 2, 128, generator=g)
     k, v = k.bfloat16(), v.bfloat16()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oscar.codec import UNIFORM_LEVELS, RowFormat, clip_index, decode, encode, unpack
+from oscar.codec import UNIFORM_LEVELS, LosslessFormat, RowFormat, clip_index, decode, encode, unpack
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 
@@ -147,3 +147,53 @@ def test_formats_that_do_not_exist_are_refused(args, words):
 def test_wrong_width_is_refused():
     with pytest.raises(ValueError, match="head_dim=64"):
         encode(rows(2, 1, 32), RowFormat(64), torch.ones(1))
+
+
+@pytest.mark.parametrize("group_size", [16, 8])
+def test_shaping_is_the_loop_of_the_docstring(group_size):
+    generator = torch.Generator().manual_seed(0)
+    fmt, clip = RowFormat(16, group_size), torch.tensor([0.9, 1.0])
+    x = torch.randn(5, 2, 16, generator=generator) * torch.tensor([1.0, 40.0]).view(2, 1) + 0.3
+    shaping = torch.randn(2, 16, 16, generator=generator).triu(1) * 0.4
+    rows = encode(x, fmt, clip, shaping=shaping)
+    code, centre, step = unpack(rows, fmt)
+    _, centre_alone, step_alone = unpack(encode(x, fmt, clip), fmt)
+    assert torch.equal(centre, centre_alone) and torch.equal(step, step_alone)
+    for n in range(5):
+        for h in range(2):
+            passed_on = [torch.tensor(0.0)] * 16
+            for i in range(16):
+                c, s = centre[n, h, i // group_size], step[n, h, i // group_size]
+                wanted = x[n, h, i] - passed_on[i]
+                expected = sum(bool(wanted > c + t * s) for t in (-1.0, 0.0, 1.0))
+                assert code[n, h, i] == expected
+                error = (c + (expected - 1.5) * s) - x[n, h, i]
+                passed_on = [a + error * shaping[h, i, j] if j > i else a for j, a in enumerate(passed_on)]
+
+
+def test_no_shaping_is_zero_shaping():
+    x = torch.randn(200, 2, 64, generator=torch.Generator().manual_seed(0)) + 0.5
+    x[0, 0, 3], x[1, 1, 5], x[2] = float("inf"), float("nan"), 0.25
+    fmt, clip = RowFormat(64, 32), torch.tensor([0.9, 1.0])
+    assert torch.equal(encode(x, fmt, clip), encode(x, fmt, clip, shaping=torch.zeros(2, 64, 64)))
+
+
+def test_shaped_rows_stay_finite():
+    """Whatever the row holds and however strong the shaping, errors do not run away."""
+    x = torch.randn(50, 1, 64, generator=torch.Generator().manual_seed(0)) * 1e4
+    x[0, 0, 0], x[1] = float("inf"), 65504.0
+    shaping = torch.full((1, 64, 64), 0.9).triu(1)
+    fmt = RowFormat(64)
+    assert torch.isfinite(decode(encode(x, fmt, torch.tensor([0.96]), shaping=shaping), fmt)).all()
+
+
+def test_rows_in_full():
+    """float32 and bfloat16 rows are the numbers themselves, rounded to the row's type and no further."""
+    x = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(0))
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        fmt = LosslessFormat(16, name)
+        stored = encode(x, fmt, torch.ones(2))
+        assert stored.shape == (5, 2, fmt.row_bytes) and fmt.row_bytes == 16 * dtype.itemsize
+        assert torch.equal(decode(stored, fmt), x.to(dtype).float())
+    with pytest.raises(ValueError, match="dtype must be one of .*, got 'float16'"):
+        LosslessFormat(16, "float16")

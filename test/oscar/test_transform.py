@@ -91,9 +91,12 @@ def test_sharing_averages_the_moments_as_they_are():
 @pytest.mark.parametrize("share_heads", [False, True])
 def test_methods(method, share_heads):
     k, v = random_moment(2, 64), random_moment(2, 32, seed=1)
-    statistics = LayerStatistics(100, k, k, k[:, 0], v, v[:, 0], v, v)
-    for matrix, d in zip(transform.METHODS[method](statistics, share_heads), (64, 32), strict=True):
+    statistics = LayerStatistics(100, k, k, torch.zeros(2, 64).double(), v, torch.zeros(2, 32).double(), v, v)
+    found = transform.METHODS[method](statistics, share_heads)
+    for matrix, d in ((found.k_transform, 64), (found.v_transform, 32)):
         assert matrix.shape == (2, d, d) and matrix.dtype == torch.float64 and matrix.is_contiguous()
+        if method == "oscar-shaped":
+            continue  # not orthogonal; tested below
         torch.testing.assert_close(matrix @ matrix.mT, torch.eye(d).double().expand(2, d, d), atol=1e-10, rtol=0)
 
 
@@ -107,8 +110,9 @@ def test_targets_are_not_swapped():
         "raw": ("k_moment", "v_moment"),
     }
     for method, sides in expected.items():
-        for found, name in zip(transform.METHODS[method](statistics, False), sides, strict=True):
-            assert torch.equal(found, transform.rotate(moment[name]))
+        found = transform.METHODS[method](statistics, False)
+        for matrix, name in zip((found.k_transform, found.v_transform), sides, strict=True):
+            assert torch.equal(matrix, transform.rotate(moment[name]))
 
 
 def test_per_head_halves_the_error_of_unrelated_heads():
@@ -137,4 +141,74 @@ def test_per_head_halves_the_error_of_unrelated_heads():
 def test_same_statistics_same_bytes():
     statistics = statistics_of(random_moment(2, 80))
     once, again = (transform.oscar(statistics, False) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    assert torch.equal(once.k_transform, again.k_transform) and torch.equal(once.v_transform, again.v_transform)
+
+
+def lopsided(heads: int, d: int, seed: int = 0) -> torch.Tensor:
+    """[heads, d, d] second moments with eigenvalues over three decades in bases of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(heads, d, d, generator=generator, dtype=torch.float64)).Q
+    return (basis * torch.logspace(-3, 0, d, dtype=torch.float64)) @ basis.mT
+
+
+@pytest.mark.parametrize("d", [16, 80, 128])
+def test_balance_makes_cost_and_covariance_one_flat_matrix(d):
+    cost, covariance = lopsided(2, d), lopsided(2, d, seed=1)
+    t = transform.balance(cost, covariance)
+    inverse = torch.linalg.inv(t)
+    mapped, paid = t.mT @ covariance @ t, inverse @ cost @ inverse.mT
+    power = torch.diagonal(mapped, dim1=1, dim2=2)
+    torch.testing.assert_close(power.sum(1), torch.diagonal(covariance, dim1=1, dim2=2).sum(1), atol=0, rtol=2e-2)
+    for matrix in (mapped, paid):
+        diagonal = torch.diagonal(matrix, dim1=1, dim2=2)
+        torch.testing.assert_close(diagonal, diagonal.mean(1, keepdim=True).expand(2, d), atol=0, rtol=5e-2)
+    scale = (torch.diagonal(paid, dim1=1, dim2=2).sum(1) / power.sum(1))[:, None, None]
+    assert ((paid - scale * mapped).norm() / paid.norm()).item() < 2e-2
+
+    def price(t: torch.Tensor) -> torch.Tensor:
+        i = torch.linalg.inv(t)
+        return torch.einsum("hii->h", i @ cost @ i.mT) * torch.einsum("hii->h", t.mT @ covariance @ t)
+
+    for other in (torch.eye(d).double().expand(2, d, d), transform.rotate(cost), transform.rotate(covariance)):
+        assert (price(t) < 0.9 * price(other)).all()
+
+
+def test_balance_follows_a_change_of_scales():
+    """Large channels that queries undo, as trained models have, leave what is stored as it was."""
+    cost, covariance = lopsided(1, 32), lopsided(1, 32, seed=1)
+    scale = torch.ones(32, dtype=torch.float64)
+    scale[torch.tensor([3, 11, 17])] = 64
+    plain = transform.balance(cost, covariance)
+    scaled = transform.balance(cost / scale / scale[:, None], covariance * scale * scale[:, None])
+    stored, stored_scaled = plain.mT @ covariance @ plain, scaled.mT @ (covariance * scale * scale[:, None]) @ scaled
+    ratio = stored_scaled.diagonal(dim1=1, dim2=2).sum() / stored.diagonal(dim1=1, dim2=2).sum()
+    values, values_scaled = torch.linalg.eigvalsh(stored), torch.linalg.eigvalsh(stored_scaled / ratio)
+    torch.testing.assert_close(values_scaled, values, atol=1e-3 * values.max().item(), rtol=2e-2)
+
+
+@pytest.mark.parametrize("d", [16, 80, 128])
+def test_shaped_noise_costs_less(d):
+    cost = lopsided(2, d)
+    t = transform.balance(cost, lopsided(2, d, seed=1))
+    shaping = transform.shape_noise(t, cost)
+    assert shaping.shape == (2, d, d) and not shaping.tril().any()
+    x = torch.randn(500, 2, d, generator=torch.Generator().manual_seed(2))
+    fmt, clip = RowFormat(d), torch.full((2,), 0.96)
+    inverse = torch.linalg.inv(t)
+
+    def paid(shaping) -> float:
+        error = decode(encode(x, fmt, clip, shaping=shaping), fmt).double() - x.double()
+        return torch.einsum("nhd,hde,nhe->", error, inverse @ cost @ inverse.mT, error).item()
+
+    assert paid(shaping.float()) < 0.75 * paid(None)
+
+
+def test_shaping_without_an_output_projection_or_a_signal():
+    moment = random_moment(2, 16)
+    zero = torch.zeros_like(moment)
+    for statistics in (
+        LayerStatistics(100, moment, moment, moment[:, 0] * 0, moment, moment[:, 0], moment, None, None),
+        LayerStatistics(100, zero, zero, zero[:, 0], zero, zero[:, 0], zero, None, zero),
+    ):
+        found = transform.oscar_shaped(statistics)
+        assert all(torch.isfinite(x).all() for x in vars(found).values())

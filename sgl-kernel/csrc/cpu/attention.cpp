@@ -119,7 +119,7 @@ struct Source {
 };
 
 Source pool_source(const OscarLayer& layer, const OscarPlan& plan) {
-  return {layer.k.row_kind == kPacked, kFloat32, plan.kv_indices, layer.k_buffer, layer.v_buffer,
+  return {layer.k.row_kind == kPacked, layer.window_dtype, plan.kv_indices, layer.k_buffer, layer.v_buffer,
           layer.k_slot_stride, layer.v_slot_stride, layer.k_head_stride, layer.v_head_stride};
 }
 

@@ -23,7 +23,8 @@ typedef enum { kOk = 0, kUnknownIsa = 1, kIsaMissing = 2, kBadShape = 3, kNoMemo
 /// Element types of the pointers that may have several.
 typedef enum { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat64 = 3 } OscarDtype;
 
-/// How a row of the pool is kept: 2-bit codes and (centre, step) pairs, or head_dim float32 numbers (the lossless format).
+/// How a row of the pool is kept: 2-bit codes and (centre, step) pairs, or head_dim numbers of the windows' type (the lossless
+/// format).
 typedef enum { kPacked = 0, kWide = 1 } OscarRowKind;
 
 /// One side (K or V) of a layer: its rows and what is done to a vector on its way in and out.
@@ -38,6 +39,7 @@ typedef struct {
   const double* mean;       // [num_kv_heads, head_dim] or null
   const float* clip_ratio;  // [num_kv_heads] in (0, 1]
   const float* levels;      // [num_kv_heads, 4] in units of step, or null for the uniform grid
+  const float* shaping;     // [num_kv_heads, head_dim, head_dim] strictly upper triangular, or null; see oscar/codec.py
   const float* partner;     // [num_kv_heads, head_dim, head_dim]: K side q' = q @ P, V side o = o' @ P; null: none
 } OscarSide;
 

@@ -139,11 +139,8 @@ inline void range_of(const float* x, int n, float* low, float* high) {
   *high = h;
 }
 
-/// One row, float32 in, row_bytes out; x is clipped in place.
-inline void encode_row(const OscarSide& side, int head, float* x, bool sixteen_bits, uint8_t* row) {
-  const int dim = side.head_dim, quarter = dim / kCodesPerByte, meta_dtype = side.meta_dtype;
-  const float limit = meta_dtype == kBFloat16 ? bits_float(0x7f7f0000) : 65504.0f;
-  const float tiny = meta_dtype == kBFloat16 ? bits_float(0x00800000) : bits_float(0x38800000);
+/// NaN counts as 0 and +-inf as the largest finite number of the metadata. Returns whether there were any.
+inline bool replace_special(float* x, int dim, float limit) {
   int special = 0;
   for (int c = 0; c < dim; c++) special |= (float_bits(x[c]) & 0x7f800000) == 0x7f800000;
   if (special) {
@@ -151,47 +148,115 @@ inline void encode_row(const OscarSide& side, int head, float* x, bool sixteen_b
       x[c] = x[c] == x[c] ? (x[c] > 3.4028235e38f ? limit : x[c] < -3.4028235e38f ? -limit : x[c]) : 0.0f;
     }
   }
-  const double rank = double(side.clip_ratio[head]) * dim;
-  clip_row(x, dim, rank < dim - 1 ? int(rank) : dim - 1, sixteen_bits && !special);
+  return special;
+}
 
-  float cut[kNumLevels - 1] = {-1.0f, 0.0f, 1.0f};
-  if (side.levels) {
-    const float* level = side.levels + head * kNumLevels;
-    for (int i = 0; i < kNumLevels - 1; i++) cut[i] = (level[i + 1] + level[i]) * 0.5f;
+/// What one group of a row can decode to, and the bounds between.
+struct Grid {
+  float level[kNumLevels], bound[kNumLevels - 1];
+};
+
+/// Grid of a clipped group; its (centre, step) pair goes to `meta`.
+inline void make_grid(const float* x, int n, const float* level, int meta_dtype, float limit, float tiny, uint8_t* meta,
+                      Grid* grid) {
+  float low, high;
+  range_of(x, n, &low, &high);
+  float centre = (high + low) * 0.5f;
+  centre = centre > limit ? limit : centre < -limit ? -limit : centre;
+  float step = (high - low) * bits_float(kOneThirdBits);
+  step = step > limit ? limit : step;
+  if (step < tiny) step = step < 0.5f * tiny ? 0.0f : tiny;
+  const uint16_t centre16 = float_to_meta(centre, meta_dtype), step16 = float_to_meta(step, meta_dtype);
+  __builtin_memcpy(meta, &centre16, 2);
+  __builtin_memcpy(meta + 2, &step16, 2);
+  centre = meta_to_float(centre16, meta_dtype);
+  step = meta_to_float(step16, meta_dtype);
+  for (int i = 0; i < kNumLevels; i++) grid->level[i] = centre + level[i] * step;
+  for (int i = 0; i < kNumLevels - 1; i++) grid->bound[i] = centre + (level[i + 1] + level[i]) * 0.5f * step;
+}
+
+inline int code_of(float x, const Grid& grid) { return (x > grid.bound[0]) + (x > grid.bound[1]) + (x > grid.bound[2]); }
+
+/// Codes of N rows (not clipped) whose rounding errors are passed on from channel to channel. A channel waits for the one
+/// before, so rows go side by side. The matrix is zero up to its diagonal: whole vectors may start before it.
+template <int N>
+inline void shaped_codes(const float (*x)[kMaxDim], const Grid (*grid)[kMaxDim / kCodesPerByte], int dim, int group_size,
+                         const float* shaping, uint8_t (*code)[kMaxDim]) {
+  alignas(64) float passed_on[N][kMaxDim] = {};
+  for (int i = 0, g = 0; i < dim; i++) {
+    if (i == (g + 1) * group_size) g++;
+    float error[N];
+    for (int n = 0; n < N; n++) {
+      const int picked = code_of(x[n][i] - passed_on[n][i], grid[n][g]);
+      code[n][i] = uint8_t(picked);
+      error[n] = grid[n][g].level[picked] - x[n][i];
+    }
+    const float* row = shaping + size_t(i) * dim;
+    for (int c = i - i % W; c < dim; c += W) {
+      const F factor = load(row + c);
+      for (int n = 0; n < N; n++) {
+        const F product = (error[n] - F{}) * factor;
+        store(passed_on[n] + c, load(passed_on[n] + c) + product);
+      }
+    }
   }
-  alignas(64) uint8_t code[kMaxDim];
-  uint8_t* meta = row + quarter;
-  for (int g = 0; g < dim; g += side.group_size, meta += kMetaBytes) {
-    float low, high;
-    range_of(x + g, side.group_size, &low, &high);
-    float centre = (high + low) * 0.5f;
-    centre = centre > limit ? limit : centre < -limit ? -limit : centre;
-    float step = (high - low) * bits_float(kOneThirdBits);
-    step = step > limit ? limit : step;
-    if (step < tiny) step = step < 0.5f * tiny ? 0.0f : tiny;
-    const uint16_t centre16 = float_to_meta(centre, meta_dtype), step16 = float_to_meta(step, meta_dtype);
-    __builtin_memcpy(meta, &centre16, 2);
-    __builtin_memcpy(meta + 2, &step16, 2);
-    centre = meta_to_float(centre16, meta_dtype);
-    step = meta_to_float(step16, meta_dtype);
-    const float b0 = centre + cut[0] * step, b1 = centre + cut[1] * step, b2 = centre + cut[2] * step;
-    for (int c = g; c < g + side.group_size; c++) code[c] = uint8_t((x[c] > b0) + (x[c] > b1) + (x[c] > b2));
+}
+
+/// `n` rows, at most kTokenBlock, float32 in, row_bytes out to packed[i]; x is clipped in place.
+inline void encode_rows(const OscarSide& side, int head, float (*x)[kMaxDim], int n, bool sixteen_bits, uint8_t* const* packed) {
+  static const float kUniform[kNumLevels] = {-1.5f, -0.5f, 0.5f, 1.5f};
+  const int dim = side.head_dim, quarter = dim / kCodesPerByte, size = side.group_size;
+  const bool wide_range = side.meta_dtype == kBFloat16;
+  const float limit = wide_range ? bits_float(0x7f7f0000) : 65504.0f;
+  const float tiny = bits_float(wide_range ? 0x00800000 : 0x38800000);
+  const double rank = double(side.clip_ratio[head]) * dim;
+  const float* level = side.levels ? side.levels + head * kNumLevels : kUniform;
+  alignas(64) uint8_t code[kTokenBlock][kMaxDim];
+  alignas(64) float whole[kTokenBlock][kMaxDim];
+  Grid grid[kTokenBlock][kMaxDim / kCodesPerByte];
+  for (int i = 0; i < n; i++) {
+    const bool special = replace_special(x[i], dim, limit);
+    if (side.shaping) __builtin_memcpy(whole[i], x[i], size_t(dim) * 4);
+    clip_row(x[i], dim, rank < dim - 1 ? int(rank) : dim - 1, sixteen_bits && !special);
+    for (int g = 0; g < dim / size; g++) {
+      make_grid(x[i] + g * size, size, level, side.meta_dtype, limit, tiny, packed[i] + quarter + g * kMetaBytes, &grid[i][g]);
+    }
   }
-  for (int b = 0; b < quarter; b++) {
-    row[b] = uint8_t(code[b] | code[b + quarter] << 2 | code[b + 2 * quarter] << 4 | code[b + 3 * quarter] << 6);
+  if (side.shaping) {
+    const float* shaping = side.shaping + size_t(head) * dim * dim;
+    if (n == kTokenBlock) {
+      shaped_codes<kTokenBlock>(whole, grid, dim, size, shaping, code);
+    } else {
+      for (int i = 0; i < n; i++) shaped_codes<1>(whole + i, grid + i, dim, size, shaping, code + i);
+    }
+  } else {
+    for (int i = 0; i < n; i++) {
+      for (int g = 0; g < dim / size; g++) {
+        const float b0 = grid[i][g].bound[0], b1 = grid[i][g].bound[1], b2 = grid[i][g].bound[2];
+        for (int c = g * size; c < (g + 1) * size; c++) code[i][c] = uint8_t((x[i][c] > b0) + (x[i][c] > b1) + (x[i][c] > b2));
+      }
+    }
+  }
+  for (int i = 0; i < n; i++) {
+    const uint8_t* q = code[i];
+    for (int b = 0; b < quarter; b++) {
+      packed[i][b] = uint8_t(q[b] | q[b + quarter] << 2 | q[b + 2 * quarter] << 4 | q[b + 3 * quarter] << 6);
+    }
   }
 }
 
 void store_rows(const OscarSide* side, int head, const StoreRows* rows, int64_t first, int64_t count) {
   const int dim = side->head_dim, element = rows->window_dtype == kBFloat16 ? 2 : 4;
   alignas(64) double x[kTokenBlock][kMaxDim], y[kTokenBlock][kMaxDim];
-  alignas(64) float row[kMaxDim];
+  alignas(64) float rows_float[kTokenBlock][kMaxDim];
   alignas(64) uint8_t stored[kMaxDim * 4];
+  uint8_t* packed[kTokenBlock];
   for (int64_t start = first; start < first + count; start += kTokenBlock) {
     const int n = int(first + count - start < kTokenBlock ? first + count - start : kTokenBlock);
     if (side->transform) {
       const double* mean = side->mean ? side->mean + size_t(head) * dim : nullptr;
       for (int i = 0; i < n; i++) {
+        float* row = rows_float[i];
         convert_to_float(rows->x + (start + i) * rows->token_stride, rows->dtype, dim, row);
         for (int c = 0; c < dim; c++) x[i][c] = mean ? double(row[c]) - mean[c] : double(row[c]);
       }
@@ -203,6 +268,7 @@ void store_rows(const OscarSide* side, int head, const StoreRows* rows, int64_t 
       }
     }
     for (int i = 0; i < n; i++) {
+      float* row = rows_float[i];
       if (side->transform) {
         for (int c = 0; c < dim; c++) row[c] = float(y[i][c]);
       } else {
@@ -222,12 +288,9 @@ void store_rows(const OscarSide* side, int head, const StoreRows* rows, int64_t 
       if (rows->window_rows[start + i] != rows->no_row) {
         __builtin_memcpy(rows->window + rows->window_rows[start + i] * rows->window_row_stride, stored, bytes);
       }
-      uint8_t* packed = rows->buffer + rows->loc[start + i] * rows->slot_stride;
-      if (side->row_kind == kWide) {
-        __builtin_memcpy(packed, row, size_t(dim) * 4);
-      } else {
-        encode_row(*side, head, row, rows->window_dtype == kBFloat16, packed);
-      }
+      packed[i] = rows->buffer + rows->loc[start + i] * rows->slot_stride;
+      if (side->row_kind == kWide) __builtin_memcpy(packed[i], stored, bytes);
     }
+    if (side->row_kind == kPacked) encode_rows(*side, head, rows_float, n, rows->window_dtype == kBFloat16, packed);
   }
 }

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from oscar.codec import RowFormat
+from oscar.codec import ROW_DTYPES, RowFormat
 from oscar_kernel.layer import LayerCache, LayerCodec
 from oscar_kernel.plan_read import ReadPlan
 
@@ -48,6 +48,7 @@ Side = _structure(
     mean=c_void_p,
     clip_ratio=c_void_p,
     levels=c_void_p,
+    shaping=c_void_p,
     partner=c_void_p,
 )
 Layer = _structure(
@@ -196,6 +197,8 @@ def obstacle(codec: LayerCodec, cache: LayerCache, *tensors: Tensor) -> str | No
             return f"head_dim must be a multiple of 16, at most {MAX_HEAD_DIM}, got {fmt.head_dim}"
     if type(codec.k_format) is not type(codec.v_format):
         return "K and V must have the same kind of row"
+    if not isinstance(codec.k_format, RowFormat) and ROW_DTYPES[codec.k_format.dtype] != codec.window_dtype:
+        return f"rows of plain numbers must have the windows' type {codec.window_dtype}, got {codec.k_format.dtype}"
     if any(t.dtype not in DTYPES for t in tensors):
         return f"it takes float32, bfloat16 and float16, got {', '.join(str(t.dtype) for t in tensors)}"
     if codec.window_dtype not in (torch.bfloat16, torch.float32):
@@ -225,7 +228,7 @@ def _prepared(codec: LayerCodec) -> _Prepared:
         keep.append(tensor.to(dtype).contiguous())
         return keep[-1].data_ptr()
 
-    def side(fmt, transform, mean, clip, levels, partner) -> ctypes.Structure:
+    def side(fmt, transform, mean, clip, levels, shaping, partner) -> ctypes.Structure:
         packed = isinstance(fmt, RowFormat)
         made = Side(
             head_dim=fmt.head_dim,
@@ -235,6 +238,7 @@ def _prepared(codec: LayerCodec) -> _Prepared:
             mean=pointer(mean, torch.float64),
             clip_ratio=pointer(clip, torch.float32),
             levels=pointer(levels, torch.float32) if packed else None,
+            shaping=pointer(shaping, torch.float32) if packed else None,
             partner=pointer(partner, torch.float32),
         )
         # An artifact keeps its transforms in float32. Where they are still exact in it, half the bytes are read per token.
@@ -243,10 +247,10 @@ def _prepared(codec: LayerCodec) -> _Prepared:
         made.transform = pointer(transform, torch.float32 if exact else torch.float64)
         return made
 
-    v_mean = codec.v_mean if codec.v_transform is not None else None
+    c, v_mean = codec, codec.v_mean if codec.v_transform is not None else None
     codec._cpu = _Prepared(
-        side(codec.k_format, codec.k_transform, codec.k_mean, codec.k_clip, codec.k_levels, codec.q_transform),
-        side(codec.v_format, codec.v_transform, v_mean, codec.v_clip, codec.v_levels, codec.v_inverse),
+        side(c.k_format, c.k_transform, c.k_mean, c.k_clip, c.k_levels, c.k_shaping, c.q_transform),
+        side(c.v_format, c.v_transform, v_mean, c.v_clip, c.v_levels, c.v_shaping, c.v_inverse),
         keep,
     )
     return codec._cpu

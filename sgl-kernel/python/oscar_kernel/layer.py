@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from oscar.codec import LosslessFormat, RowFormat, decode, encode
+from oscar.codec import ROW_DTYPES, LosslessFormat, RowFormat, decode, encode
+
+if TYPE_CHECKING:
+    from oscar.artifact import LayerTransforms
 
 
 @dataclass
@@ -24,6 +28,7 @@ class LayerCodec:
         k_mean, v_mean: [num_kv_heads, head_dim] float64 or None. A constant taken from every key of a head shifts all logits
             of a query alike, and one taken from every value comes back whole since weights sum to one: both are exact.
         k_levels, v_levels: [num_kv_heads, 4] float32 or None.
+        k_shaping, v_shaping: [num_kv_heads, head_dim, head_dim] float32 or None, see `oscar.codec`.
         window_dtype: type of the rows kept beside the codes, and of what is encoded: bfloat16, or float32 if lossless.
     """
 
@@ -39,7 +44,50 @@ class LayerCodec:
     v_mean: Tensor | None = None
     k_levels: Tensor | None = None
     v_levels: Tensor | None = None
+    k_shaping: Tensor | None = None
+    v_shaping: Tensor | None = None
     window_dtype: torch.dtype = torch.bfloat16
+
+    @classmethod
+    def of(
+        cls,
+        layer: LayerTransforms,
+        k_format: RowFormat | LosslessFormat,
+        v_format: RowFormat | LosslessFormat,
+        device: str | torch.device = "cpu",
+        fold_v: bool = False,
+    ) -> LayerCodec:
+        """The codec of a calibrated layer; the server and the evaluation both make theirs here.
+
+        Args:
+            layer: transforms of the KV heads of this rank (`LayerTransforms.of_heads`).
+            k_format, v_format: row formats, both packed or both lossless.
+            device: where the tensors go.
+            fold_v: the value transform is already in W_V and W_O, so none is applied to values and outputs.
+        """
+
+        def place(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, dtype).contiguous()
+
+        k_transform, v_transform = layer.k_transform.double(), layer.v_transform.double()
+        return cls(
+            k_format=k_format,
+            v_format=v_format,
+            k_transform=k_transform.to(device),
+            # Of an orthogonal transform this is the transform itself, to rounding.
+            q_transform=place(torch.linalg.inv(k_transform).transpose(1, 2), torch.float32),
+            v_transform=None if fold_v else v_transform.to(device),
+            v_inverse=None if fold_v else place(torch.linalg.inv(v_transform), torch.float32),
+            k_clip=place(layer.k_clip, torch.float32),
+            v_clip=place(layer.v_clip, torch.float32),
+            k_mean=place(layer.k_mean, torch.float64),
+            v_mean=place(layer.v_mean, torch.float64),
+            k_levels=place(layer.k_levels, torch.float32),
+            v_levels=place(layer.v_levels, torch.float32),
+            k_shaping=place(layer.k_shaping, torch.float32),
+            v_shaping=place(layer.v_shaping, torch.float32),
+            window_dtype=ROW_DTYPES[k_format.dtype] if isinstance(k_format, LosslessFormat) else torch.bfloat16,
+        )
 
     def transform_k(self, k: Tensor) -> Tensor:
         """[num_tokens, num_kv_heads, head_dim] -> the same shape in window_dtype, in the space that is stored.
@@ -69,10 +117,10 @@ class LayerCodec:
         return o.flatten(1, 2)
 
     def encode_k(self, k: Tensor) -> Tensor:
-        return encode(k, self.k_format, self.k_clip, self.k_levels)
+        return encode(k, self.k_format, self.k_clip, self.k_levels, self.k_shaping)
 
     def encode_v(self, v: Tensor) -> Tensor:
-        return encode(v, self.v_format, self.v_clip, self.v_levels)
+        return encode(v, self.v_format, self.v_clip, self.v_levels, self.v_shaping)
 
     def decode_k(self, rows: Tensor) -> Tensor:
         return decode(rows, self.k_format, self.k_levels)
