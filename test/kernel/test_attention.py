@@ -219,6 +219,19 @@ def test_decode_formats(head_dim, options, group, backend):
         assert_heads_close(out[b], expected, backend)
 
 
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_decode_keeps_precision_beside_outlying_steps(scale, backend):
+    """A few V rows with a hundred times the step of others must not cost the others' weights their bits."""
+    codec, lens = codec_of(2, 128, 128, fold=True), [300]
+    batch = Batch(lens, 2, 4, 128, 128, codec)
+    meta = batch.cache.v_buffer[..., codec.v_format.code_bytes :].clone().view(torch.float16)
+    meta[::50, :, 1] *= 100
+    batch.cache.v_buffer[..., codec.v_format.code_bytes :] = meta.view(torch.uint8)
+    q = scale * torch.randn(1, 8, 128, generator=torch.Generator().manual_seed(12))
+    out = decode_attention(q, batch.cache, codec, batch.plan(lens), 128**-0.5, **backend)
+    assert_heads_close(out[0], batch.oracle(q[0], *batch.stored(0, 300), 128**-0.5, 0.0), backend)
+
+
 @pytest.mark.parametrize("head_dim, options", [*FORMATS, *SHAPED, (80, {}), (128, {"lossless": True}), (128, {"mean": True})])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fold", [False, True])

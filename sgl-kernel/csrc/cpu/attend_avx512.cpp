@@ -53,15 +53,15 @@ struct Meta {
 };
 
 /// Centres and steps of a tile's rows, by group.
-inline void read_meta(const OscarSide& side, const uint8_t* base, const int64_t* offset, Meta* meta) {
+inline void read_meta(const OscarSide& side, const TileRows& rows, Meta* meta) {
   const int quarter = side.head_dim / kCodesPerByte, groups = side.head_dim / side.group_size;
   for (int g = 0; g < groups; g++) {
-    const uint8_t* at = base + quarter + g * kMetaBytes;
+    const uint8_t* at = rows.base + quarter + g * kMetaBytes;
     for (int t = 0; t < kTile; t += 16) {
       __m128i four[4];
 #pragma GCC unroll 8
       for (int i = 0; i < 4; i++) {
-        const int64_t* o = offset + t + 4 * i;
+        const int64_t* o = rows.offset + t + 4 * i;
         __m128i x = _mm_cvtsi32_si128(int(load_u32(at + o[0])));
         x = _mm_insert_epi32(x, int(load_u32(at + o[1])), 1);
         x = _mm_insert_epi32(x, int(load_u32(at + o[2])), 2);
@@ -87,7 +87,7 @@ inline void transpose_keys(const Tile& tile, int quarter, uint32_t (*words)[kTil
       for (int i = 0; i < 8; i++) {
         // Rows i and i + 4 of each run of eight share a vector; then the 128-bit lanes below come out in key order.
         const int low = t + (i & 3) + (i & 4) * 2;
-        const uint8_t *x = tile.k_base + tile.k_offset[low], *y = tile.k_base + tile.k_offset[low + 4];
+        const uint8_t *x = tile.k.base + tile.k.offset[low], *y = tile.k.base + tile.k.offset[low + 4];
         a[i] = join(load_codes(x + first, quarter - first), load_codes(y + first, quarter - first));
       }
       __m512i word[2][4];
@@ -121,7 +121,7 @@ inline void interleave_values(const Tile& tile, int quarter, uint8_t (*quads)[kM
   for (int i = 0; i < kTile / 4; i++) {
     const uint8_t* row[4];
 #pragma GCC unroll 8
-    for (int t = 0; t < 4; t++) row[t] = tile.v_base + tile.v_offset[4 * i + t];
+    for (int t = 0; t < 4; t++) row[t] = tile.v.base + tile.v.offset[4 * i + t];
     for (int first = 0; first < quarter; first += 32) {
       const int left = quarter - first;
       __m512i a = join(load_codes(row[0] + first, left), load_codes(row[1] + first, left));
@@ -147,15 +147,17 @@ inline __m512i broadcast_word(const void* p) {
   return _mm512_set1_epi32(word);
 }
 
-/// logits[h][t] of NH rows over the tile.
-template <int NH>
+/// logits[h][t] of NH rows over the tile. kQuarter: code bytes of rows with one group, 0 for any other row.
+template <int NH, int kQuarter>
 inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], const Meta& meta, const QueryRows& rows, int first,
-                     float (*logits)[kTile]) {
-  const int dim = side.head_dim, quarter = dim / kCodesPerByte;
-  const int8_t *high = rows.high + size_t(first) * dim, *low = rows.low + size_t(first) * dim;
+                     Ahead* ahead, float (*logits)[kTile]) {
+  const int quarter = kQuarter ? kQuarter : side.head_dim / kCodesPerByte, dim = quarter * kCodesPerByte;
+  const int group_size = kQuarter ? dim : side.group_size;
+  const int8_t* limbs = rows.limbs + size_t(first) * dim * 2;
+  Prefetcher prefetcher(ahead);
   for (int t = 0; t < kTile; t += 32) {
     for (int g = 0, channel = 0; channel < dim; g++) {
-      const int end = channel + side.group_size;
+      const int end = channel + group_size;
       __m512i upper[NH][2], lower[NH][2];
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++) {
@@ -167,11 +169,13 @@ inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], cons
         const __m512i shift = _mm512_set1_epi32(2 * f);
         const uint32_t* word = words[(channel - f * quarter) / 4] + t;
         for (; channel < stop; channel += 4, word += kTile) {
-          __m512i a = _mm512_and_si512(_mm512_srlv_epi32(_mm512_load_si512(word), shift), field_mask());
-          __m512i b = _mm512_and_si512(_mm512_srlv_epi32(_mm512_load_si512(word + 16), shift), field_mask());
+          prefetcher.line();
+          const __m512i a = _mm512_and_si512(_mm512_srlv_epi32(_mm512_load_si512(word), shift), field_mask());
+          const __m512i b = _mm512_and_si512(_mm512_srlv_epi32(_mm512_load_si512(word + 16), shift), field_mask());
+          const int8_t* limb = limbs + channel * (kRowBlock * 2);
 #pragma GCC unroll 8
           for (int h = 0; h < NH; h++) {
-            const __m512i x = broadcast_word(high + h * dim + channel), y = broadcast_word(low + h * dim + channel);
+            const __m512i x = broadcast_word(limb + 8 * h), y = broadcast_word(limb + 8 * h + 4);
             add_products(upper[h][0], a, x);
             add_products(upper[h][1], b, x);
             add_products(lower[h][0], a, y);
@@ -206,18 +210,15 @@ struct Weights {
   float scale;
 };
 
-/// Largest lanes of NH vectors; shuffles shared by four are a third of four reductions.
+/// Largest lanes of up to four vectors, one a lane; shuffles shared by four are a third of four reductions.
 template <int NH>
-inline void largest_of(const __m512* x, float* out) {
+inline __m128 largest_of(const __m512* x) {
   const __m512 a = x[0], b = x[NH > 1 ? 1 : 0], c = x[NH > 2 ? 2 : 0], d = x[NH > 3 ? 3 : 0];
   const __m512 ab = _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const __m512 cd = _mm512_max_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
   const __m512 all = _mm512_max_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
   const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-  alignas(16) float four[4];
-  _mm_store_ps(four, _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-#pragma GCC unroll 8
-  for (int h = 0; h < NH; h++) out[h] = four[h];
+  return _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
 /// 2^x for x <= 0 with 15 bits, more than a weight keeps; 2^-126 and below become about that.
@@ -240,86 +241,108 @@ inline __m512i bytes_of_words(__m512i a, __m512i b) {
   return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(a, b));
 }
 
-/// Logits of NH rows to weights: running maxima, sums, and limbs of p * step for every V group.
+/// Raise the running maxima of NH rows to `top`, one a lane. alpha: factors for what the rows hold; beta: for sums relative to
+/// `top`.
+template <int NH>
+inline void raise_maxima(float* const* row, int v_dim, __m128 top, float* alpha, float* beta) {
+  const __m128 lowest = _mm_set1_ps(-kInfinity);
+  alignas(16) float lanes[4];
+#pragma GCC unroll 8
+  for (int h = 0; h < 4; h++) lanes[h] = row[h < NH ? h : 0][v_dim];
+  const __m128 before = _mm_load_ps(lanes);
+  const __m128 now = _mm_max_ps(top, before);  // in this order a NaN stays out of the maximum; it is in the sums
+  const __m128 origin = _mm_maskz_mov_ps(_mm_cmp_ps_mask(now, lowest, _CMP_NEQ_UQ), now);
+  _mm_store_ps(lanes, now);
+#pragma GCC unroll 8
+  for (int h = 0; h < NH; h++) row[h][v_dim] = lanes[h];
+  const __m256 x = _mm256_set_m128(_mm_sub_ps(top, origin), _mm_sub_ps(before, origin));
+  const F factor = exp2v((F)_mm512_castps256_ps512(x));
+  _mm_storeu_ps(alpha, _mm512_castps512_ps128((__m512)factor));
+  _mm_storeu_ps(beta, _mm512_extractf32x4_ps((__m512)factor, 1));
+}
+
+/// Logits of NH rows to weights relative to the tile's maximum, in place; running maxima and sums; limbs of p * step, a V group
+/// each.
 template <int NH>
 inline void weigh(const Meta& meta, int groups, int v_dim, float (*logits)[kTile], float* const* row, float* alpha,
                   Weights (*weights)[kMaxGroups]) {
   constexpr float kTop = 127 * 128 + 127;
   constexpr int kVectors = kTile / 16;
+  static_assert(kVectors == 4, "limbs are packed four vectors at a time");
   __m512 high[NH];
 #pragma GCC unroll 8
   for (int h = 0; h < NH; h++) {
-    high[h] = _mm512_load_ps(logits[h]);
-    for (int i = 1; i < kVectors; i++) high[h] = _mm512_max_ps(high[h], _mm512_load_ps(logits[h] + 16 * i));
+    const __m512 a = _mm512_max_ps(_mm512_load_ps(logits[h]), _mm512_load_ps(logits[h] + 16));
+    high[h] = _mm512_max_ps(a, _mm512_max_ps(_mm512_load_ps(logits[h] + 32), _mm512_load_ps(logits[h] + 48)));
   }
-  float top[NH];
-  largest_of<NH>(high, top);
+  const __m128 top = largest_of<NH>(high);
+  const __mmask8 finite = _mm_cmp_ps_mask(top, _mm_set1_ps(-kInfinity), _CMP_NEQ_UQ);
+  const __m512 shifts = _mm512_broadcast_f32x4(_mm_maskz_mov_ps(finite, top));
+  float beta[4];
+  raise_maxima<NH>(row, v_dim, top, alpha, beta);
 #pragma GCC unroll 8
   for (int h = 0; h < NH; h++) {
-    alpha[h] = raise_maximum(row[h], v_dim, top[h]);
-    const __m512 shift = _mm512_set1_ps(row[h][v_dim] == -kInfinity ? 0.0f : row[h][v_dim]), factor = _mm512_set1_ps(alpha[h]);
-    float* lanes = row[h] + v_dim + kLanes;
-    __m512 total = _mm512_mul_ps(_mm512_loadu_ps(lanes), factor);
+    const __m512 shift = _mm512_permutexvar_ps(_mm512_set1_epi32(h), shifts);
+    __m512 total = _mm512_setzero_ps();
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++) {
       const __m512 p = exp2_short(_mm512_sub_ps(_mm512_load_ps(logits[h] + 16 * i), shift));
       total = _mm512_add_ps(total, p);
       _mm512_store_ps(logits[h] + 16 * i, p);
     }
-    _mm512_storeu_ps(lanes, total);
+    float* lanes = row[h] + v_dim + kLanes;
+    const __m512 old = _mm512_mul_ps(_mm512_loadu_ps(lanes), _mm512_set1_ps(alpha[h]));
+    _mm512_storeu_ps(lanes, _mm512_fmadd_ps(total, _mm512_set1_ps(beta[h]), old));
   }
   for (int g = 0; g < groups; g++) {
-    float largest_weight[NH];
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++) {
-      float* lanes = row[h] + v_dim + kLanes * (2 + g);
-      __m512 offset = _mm512_mul_ps(_mm512_loadu_ps(lanes), _mm512_set1_ps(alpha[h]));
       high[h] = _mm512_setzero_ps();
+#pragma GCC unroll 8
+      for (int i = 0; i < kVectors; i++) {
+        const __m512 weight = _mm512_mul_ps(_mm512_load_ps(logits[h] + 16 * i), _mm512_load_ps(&meta.step[g][16 * i]));
+        high[h] = _mm512_max_ps(high[h], weight);
+      }
+    }
+    const __m128 largest_weight = largest_of<NH>(high);
+    const __mmask8 usable = _mm_cmp_ps_mask(largest_weight, _mm_set1_ps(1e-30f), _CMP_GT_OQ);
+    const __m512 inverses = _mm512_broadcast_f32x4(_mm_maskz_div_ps(usable, _mm_set1_ps(kTop), largest_weight));
+    alignas(16) float scale[4];
+    _mm_store_ps(scale, _mm_maskz_mul_ps(usable, largest_weight, _mm_set1_ps(1 / kTop)));
+#pragma GCC unroll 8
+    for (int h = 0; h < NH; h++) {
+      const __m512 inverse = _mm512_permutexvar_ps(_mm512_set1_epi32(h), inverses);
+      Weights& out = weights[h][g];
+      __m512i word[kVectors];
+      __m512 offset = _mm512_setzero_ps();
 #pragma GCC unroll 8
       for (int i = 0; i < kVectors; i++) {
         const __m512 p = _mm512_load_ps(logits[h] + 16 * i);
         offset = _mm512_fmadd_ps(p, _mm512_load_ps(&meta.centre[g][16 * i]), offset);
-        high[h] = _mm512_max_ps(high[h], _mm512_mul_ps(p, _mm512_load_ps(&meta.step[g][16 * i])));
+        word[i] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(p, _mm512_load_ps(&meta.step[g][16 * i])), inverse));
       }
-      _mm512_storeu_ps(lanes, offset);
-    }
-    largest_of<NH>(high, largest_weight);
-#pragma GCC unroll 8
-    for (int h = 0; h < NH; h++) {
-      const bool usable = largest_weight[h] > 1e-30f;
-      const __m512 inverse = _mm512_set1_ps(usable ? kTop / largest_weight[h] : 0.0f);
-      Weights& out = weights[h][g];
-      out.scale = usable ? largest_weight[h] / kTop : 0.0f;
-      __m512i total = _mm512_setzero_si512();
-      for (int t = 0; t < kTile; t += 64) {
-        __m512i word[4];
-#pragma GCC unroll 8
-        for (int i = 0; i < 4; i++) {
-          const int at = t + 16 * i;
-          const __m512 weight = _mm512_mul_ps(_mm512_load_ps(logits[h] + at), _mm512_load_ps(&meta.step[g][at]));
-          word[i] = _mm512_cvtps_epi32(_mm512_mul_ps(weight, inverse));
-        }
-        const __m512i a = _mm512_packus_epi32(word[0], word[1]), b = _mm512_packus_epi32(word[2], word[3]);
-        const __m512i first_half = _mm512_add_epi32(word[0], word[1]), second_half = _mm512_add_epi32(word[2], word[3]);
-        total = _mm512_add_epi32(total, _mm512_add_epi32(first_half, second_half));
-        const __m512i low = _mm512_set1_epi16(127);
-        _mm512_store_si512(out.high + t, bytes_of_words(_mm512_srli_epi16(a, 7), _mm512_srli_epi16(b, 7)));
-        _mm512_store_si512(out.low + t, bytes_of_words(_mm512_and_si512(a, low), _mm512_and_si512(b, low)));
-      }
+      const __m512i a = _mm512_packus_epi32(word[0], word[1]), b = _mm512_packus_epi32(word[2], word[3]);
+      const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(word[0], word[1]), _mm512_add_epi32(word[2], word[3]));
+      const __m512i low = _mm512_set1_epi16(127);
+      _mm512_store_si512(out.high, bytes_of_words(_mm512_srli_epi16(a, 7), _mm512_srli_epi16(b, 7)));
+      _mm512_store_si512(out.low, bytes_of_words(_mm512_and_si512(a, low), _mm512_and_si512(b, low)));
       // The -1.5 * step of each level, from the rounded weights for the reason given in key_dots.
+      offset = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(1.5f * scale[h]), offset);
+      out.scale = scale[h] * beta[h];
       float* lanes = row[h] + v_dim + kLanes * (2 + g);
-      const __m512 middle = _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(1.5f * out.scale));
-      _mm512_storeu_ps(lanes, _mm512_sub_ps(_mm512_loadu_ps(lanes), middle));
+      const __m512 old = _mm512_mul_ps(_mm512_loadu_ps(lanes), _mm512_set1_ps(alpha[h]));
+      _mm512_storeu_ps(lanes, _mm512_fmadd_ps(offset, _mm512_set1_ps(beta[h]), old));
     }
   }
 }
 
 /// acc[h] = acc[h] * alpha[h] + sum_t p[h][t] step_t code_t. Codes are left where they lie in their byte: a field's products
 /// are 4^f times too large, each in accumulators of its own, and the scale takes that back.
-template <int NH, bool kOneGroup>
+template <int NH, bool kOneGroup, int kQuarter>
 inline void value_dots(const OscarSide& side, const uint8_t (*quads)[kMaxWords / 4][64], const Weights (*weights)[kMaxGroups],
-                       const float* alpha, float* const* acc_row, int num_quads) {
-  const int quarter = side.head_dim / kCodesPerByte;
+                       const float* alpha, float* const* acc_row, int num_quads, Ahead* ahead) {
+  const int quarter = kQuarter ? kQuarter : side.head_dim / kCodesPerByte;
+  Prefetcher prefetcher(ahead);
   for (int z = 0; z * 16 < quarter; z++) {
     const int lanes = quarter - 16 * z < 16 ? quarter - 16 * z : 16;
     const __mmask16 mask = __mmask16((1u << lanes) - 1);
@@ -336,6 +359,7 @@ inline void value_dots(const OscarSide& side, const uint8_t (*quads)[kMaxWords /
         for (int h = 0; h < NH; h++) upper[f][h] = lower[f][h] = _mm512_setzero_si512();
       }
       for (int i = 0; i < num_quads; i++) {
+        prefetcher.line();
         const __m512i packed = _mm512_load_si512(quads[i][z]);
         const __m512i code[2] = {_mm512_and_si512(packed, field[0]), _mm512_and_si512(packed, field[1])};
 #pragma GCC unroll 8
@@ -373,59 +397,69 @@ inline void value_dots(const OscarSide& side, const uint8_t (*quads)[kMaxWords /
   }
 }
 
-template <int NH>
+template <int NH, int kQuarter>
 inline void packed_rows(const OscarLayer& layer, const Tile& tile, const QueryRows& rows, int first, const State& state,
                         const uint32_t (*words)[kTile], const uint8_t (*quads)[kMaxWords / 4][64], const Meta& k_meta,
                         const Meta& v_meta) {
   alignas(64) float logits[NH][kTile];
   Weights weights[NH][kMaxGroups];
-  key_dots<NH>(layer.k, words, k_meta, rows, first, logits);
+  key_dots<NH, kQuarter>(layer.k, words, k_meta, rows, first, tile.ahead, logits);
   const int v_dim = layer.v.head_dim, groups = v_dim / layer.v.group_size;
-  float alpha[NH];
+  float alpha[4];
   float* acc_row[NH];
 #pragma GCC unroll 8
   for (int h = 0; h < NH; h++) {
     acc_row[h] = state.data + size_t(first + h) * state.stride;
-    finish_logits(logits[h], tile.count, rows.cap_log2e);
+    if (tile.count < kTile || rows.cap_log2e > 0) finish_logits(logits[h], tile.count, rows.cap_log2e);
   }
   weigh<NH>(v_meta, groups, v_dim, logits, acc_row, alpha, weights);
   const int num_quads = (tile.count + 3) / 4;
-  if (groups == 1) {
-    value_dots<NH, true>(layer.v, quads, weights, alpha, acc_row, num_quads);
+  if (kQuarter || groups == 1) {
+    value_dots<NH, true, kQuarter>(layer.v, quads, weights, alpha, acc_row, num_quads, tile.ahead);
   } else {
-    value_dots<NH, false>(layer.v, quads, weights, alpha, acc_row, num_quads);
+    value_dots<NH, false, 0>(layer.v, quads, weights, alpha, acc_row, num_quads, tile.ahead);
   }
 }
 
-template <int kLevel>
-inline void prefetch_rows(const uint8_t* k, const int64_t* k_offset, const uint8_t* v, const int64_t* v_offset) {
-#pragma GCC unroll 8
-  for (int t = 0; t < kTile; t++) {
-    __builtin_prefetch(k + k_offset[t], 0, kLevel);
-    __builtin_prefetch(v + v_offset[t], 0, kLevel);
-  }
-}
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
 
 void packed_tile(const OscarLayer& layer, int head, const Tile& tile, const QueryRows& rows, const State& state) {
   alignas(64) uint32_t words[kMaxWords][kTile];
   alignas(64) uint8_t quads[kTile / 4][kMaxWords / 4][64];
   Meta k_meta, v_meta;
-  // Two tiles of all heads do not fit in L1: the next tile goes to L2, the next head's rows of this tile to L1.
-  if (tile.next_k_offset) prefetch_rows<2>(tile.k_base, tile.next_k_offset, tile.v_base, tile.next_v_offset);
-  if (head + 1 < layer.num_kv_heads) {
-    prefetch_rows<3>(tile.k_base + layer.k_head_stride, tile.k_offset, tile.v_base + layer.v_head_stride, tile.v_offset);
-  }
-  read_meta(layer.k, tile.k_base, tile.k_offset, &k_meta);
-  read_meta(layer.v, tile.v_base, tile.v_offset, &v_meta);
+  read_meta(layer.k, tile.k, &k_meta);
+  read_meta(layer.v, tile.v, &v_meta);
   transpose_keys(tile, layer.k.head_dim / kCodesPerByte, words);
   interleave_values(tile, layer.v.head_dim / kCodesPerByte, quads);
-  for (int first = 0; first < rows.num_rows; first += kRowBlock) {
-    switch (rows.num_rows - first) {
-      case 1: packed_rows<1>(layer, tile, rows, first, state, words, quads, k_meta, v_meta); break;
-      case 2: packed_rows<2>(layer, tile, rows, first, state, words, quads, k_meta, v_meta); break;
-      case 3: packed_rows<3>(layer, tile, rows, first, state, words, quads, k_meta, v_meta); break;
-      default: packed_rows<4>(layer, tile, rows, first, state, words, quads, k_meta, v_meta);
+  const auto block = [&](auto quarter) {
+    constexpr int kQuarter = decltype(quarter)::value;
+    for (int first = 0; first < rows.num_rows; first += kRowBlock) {
+      switch (rows.num_rows - first) {
+        case 1:
+          packed_rows<1, kQuarter>(layer, tile, rows, first, state, words, quads, k_meta, v_meta);
+          break;
+        case 2:
+          packed_rows<2, kQuarter>(layer, tile, rows, first, state, words, quads, k_meta, v_meta);
+          break;
+        case 3:
+          packed_rows<3, kQuarter>(layer, tile, rows, first, state, words, quads, k_meta, v_meta);
+          break;
+        default:
+          packed_rows<4, kQuarter>(layer, tile, rows, first, state, words, quads, k_meta, v_meta);
+      }
     }
+  };
+  const bool plain = layer.k.head_dim == layer.v.head_dim && layer.k.group_size == layer.k.head_dim &&
+                     layer.v.group_size == layer.v.head_dim;
+  if (plain && layer.k.head_dim == 128) {
+    block(Constant<32>{});
+  } else if (plain && layer.k.head_dim == 64) {
+    block(Constant<16>{});
+  } else {
+    block(Constant<0>{});
   }
 }
 

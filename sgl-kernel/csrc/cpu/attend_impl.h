@@ -12,6 +12,55 @@ struct Bf16Rows {
   static F at(const uint8_t* row, int channel) { return load_bf16(reinterpret_cast<const uint16_t*>(row) + channel); }
 };
 
+/// The next row of what is ahead.
+__attribute__((noinline)) void next_row(Ahead* ahead) {
+  if (ahead->token >= ahead->last) {
+    ahead->step = 0;
+    ahead->at = ahead->k_base;
+    ahead->end = ahead->at + 1;
+    return;
+  }
+  const bool value = ahead->value;
+  const uint8_t* row = value ? ahead->v_base + ahead->v_offset[ahead->token] : ahead->k_base + ahead->k_offset[ahead->token];
+  ahead->at = reinterpret_cast<const uint8_t*>(reinterpret_cast<uintptr_t>(row) & ~uintptr_t(63));
+  ahead->end = row + (value ? ahead->v_bytes : ahead->k_bytes);
+  ahead->step = 64;
+  ahead->token += value;
+  ahead->value = !value;
+}
+
+/// Prefetches a cache line a call, between other work: a burst would fill the buffers that loads wait in, too.
+class Prefetcher {
+ public:
+  explicit Prefetcher(Ahead* ahead)
+      : ahead_(ahead), at_(ahead->step ? ahead->at : ahead->end), end_(ahead->end), step_(ahead->step) {}
+  ~Prefetcher() { ahead_->at = at_; }
+  inline __attribute__((always_inline)) void line() {
+    if (__builtin_expect(at_ >= end_, 0)) {
+      next_row(ahead_);
+      at_ = ahead_->at;
+      end_ = ahead_->end;
+      step_ = ahead_->step;
+    }
+    __builtin_prefetch(at_);
+    at_ += step_;
+  }
+  void lines(int count) {
+    for (int i = 0; i < count; i++) line();
+  }
+
+ private:
+  Ahead* ahead_;
+  const uint8_t *at_, *end_;
+  int64_t step_;
+};
+
+/// What the loops left.
+inline void prefetch_rest(Ahead* ahead) {
+  Prefetcher prefetcher(ahead);
+  while (ahead->token < ahead->last) prefetcher.line();
+}
+
 /// Keys, and channel vectors, that are accumulated at once: 16 accumulators with 32 registers, 8 with 16.
 constexpr int kKeyBlock = W == 16 ? 4 : 2;
 constexpr int kChannelBlock = W == 16 ? 4 : 2;
@@ -19,16 +68,12 @@ constexpr int kChannelBlock = W == 16 ? 4 : 2;
 /// logits[h][t] = q_h . k_t for NH rows and the whole tile.
 template <int NH, class Rows>
 inline void wide_logits(const Tile& tile, const float* q, int dim, float (*logits)[kTile]) {
+  Prefetcher prefetcher(tile.ahead);
   for (int t = 0; t < tile.count; t += kKeyBlock) {
     F acc[NH][kKeyBlock] = {};
     const uint8_t* row[kKeyBlock];
-    for (int i = 0; i < kKeyBlock; i++) row[i] = tile.k_base + tile.k_offset[t + i];
-    if (tile.next_k_offset) {
-      for (int i = 0; i < kKeyBlock; i++) {
-        const uint8_t* next = tile.k_base + tile.next_k_offset[t + i];
-        for (int b = 0; b < dim * Rows::kBytes; b += 64) __builtin_prefetch(next + b);
-      }
-    }
+    for (int i = 0; i < kKeyBlock; i++) row[i] = tile.k.base + tile.k.offset[t + i];
+    prefetcher.lines(kKeyBlock * dim * Rows::kBytes / 64);  // as much as is read
     for (int c = 0; c < dim; c += W) {
       F key[kKeyBlock];
       for (int i = 0; i < kKeyBlock; i++) key[i] = Rows::at(row[i], c);
@@ -51,8 +96,10 @@ inline void wide_logits(const Tile& tile, const float* q, int dim, float (*logit
 template <int NH, int NC, class Rows>
 inline void wide_values(const Tile& tile, const float (*p)[kTile], const float* alpha, float* const* acc_row, int first) {
   F acc[NH][NC] = {};
+  Prefetcher prefetcher(tile.ahead);
   for (int t = 0; t < tile.count; t++) {
-    const uint8_t* row = tile.v_base + tile.v_offset[t];
+    const uint8_t* row = tile.v.base + tile.v.offset[t];
+    prefetcher.lines(NC * W * Rows::kBytes / 64);
     F value[NC];
     for (int c = 0; c < NC; c++) value[c] = Rows::at(row, first + c * W);
     for (int h = 0; h < NH; h++) {
@@ -143,6 +190,7 @@ void attend_wide(const OscarLayer* layer, int dtype, const Tile* tile, const Que
   } else {
     wide_tile<FloatRows>(*layer, *tile, *rows, *state);
   }
+  prefetch_rest(tile->ahead);
 }
 
 typedef uint8_t B __attribute__((vector_size(W)));
@@ -206,11 +254,12 @@ void decoded_tile(const OscarLayer& layer, int head, const Tile& tile, const Que
     k_offset[t] = int64_t(at) * layer.k.head_dim * 4;
     v_offset[t] = int64_t(at) * layer.v.head_dim * 4;
     if (t >= tile.count) continue;
-    decode_row(layer.k, tile.k_base + tile.k_offset[t], k_level, k + t * layer.k.head_dim);
-    decode_row(layer.v, tile.v_base + tile.v_offset[t], v_level, v + t * layer.v.head_dim);
+    decode_row(layer.k, tile.k.base + tile.k.offset[t], k_level, k + t * layer.k.head_dim);
+    decode_row(layer.v, tile.v.base + tile.v.offset[t], v_level, v + t * layer.v.head_dim);
   }
-  const Tile decoded = {tile.count, reinterpret_cast<const uint8_t*>(k), reinterpret_cast<const uint8_t*>(v),
-                        k_offset,   v_offset, nullptr, nullptr, tile.limit};
+  Tile decoded = tile;
+  decoded.k = {reinterpret_cast<const uint8_t*>(k), k_offset};
+  decoded.v = {reinterpret_cast<const uint8_t*>(v), v_offset};
   wide_tile<FloatRows>(layer, decoded, rows, state);
 }
 
@@ -223,10 +272,12 @@ void attend_packed(const OscarLayer* layer, int head, const Tile* tile, const Qu
 #if defined(OSCAR_INTEGER_DOTS)
   if (integer_dots_fit(*layer)) {
     packed_tile(*layer, head, *tile, *rows, *state);
+    prefetch_rest(tile->ahead);
     return;
   }
 #endif
   decoded_tile(*layer, head, *tile, *rows, *state);
+  prefetch_rest(tile->ahead);
 }
 
 /// y = x @ matrix, four rows of x at a time so that each row of the matrix is read once for four.
@@ -263,11 +314,12 @@ void matmul(const float* x, int n, int dim, const float* matrix, int cols, float
   for (; i < n; i++) matmul_rows<1>(x + size_t(i) * dim, dim, matrix, cols, y + size_t(i) * cols);
 }
 
-void quantise_queries(const OscarSide* k, int num_rows, const float* q, int8_t* high, int8_t* low, float* scale, float* sums) {
+void quantise_queries(const OscarSide* k, int num_rows, const float* q, int8_t* limbs, float* scale, float* sums) {
   const int dim = k->head_dim, groups = dim / k->group_size;
   if (groups > kMaxGroups) return;  // the integer path does not take them
   constexpr float kTop = 127 * 256;
-  for (int r = 0; r < num_rows; r++, q += dim, high += dim, low += dim, sums += kMaxGroups) {
+  for (int r = 0; r < num_rows; r++, q += dim, sums += kMaxGroups) {
+    int8_t* out = limbs + size_t(r / kRowBlock) * kRowBlock * dim * 2 + r % kRowBlock * 8;
     float top = 0;
     for (int c = 0; c < dim; c++) {
       float size = __builtin_fabsf(q[c]);
@@ -282,8 +334,9 @@ void quantise_queries(const OscarSide* k, int num_rows, const float* q, int8_t* 
         float scaled = q[c] * inverse;
         int rounded = scaled == scaled ? int(scaled + (scaled < 0 ? -0.5f : 0.5f)) : 0;
         int upper = (rounded + 128) >> 8;
-        high[c] = int8_t(upper);
-        low[c] = int8_t(rounded - 256 * upper);
+        int8_t* at = out + c / 4 * (kRowBlock * 8) + c % 4;
+        at[0] = int8_t(upper);
+        at[4] = int8_t(rounded - 256 * upper);
         codes += rounded;
       }
       sums[g] = usable ? float(codes) : top - top;  // NaN where a query is not finite

@@ -48,20 +48,21 @@ class Arena {
   void* base_ = nullptr;
 };
 
-int window_element(const OscarLayer& layer) { return layer.window_dtype == kBFloat16 ? 2 : 4; }
-
-/// Query rows of one KV head, as QueryRows points to them.
+/// Query rows, as QueryRows points to them. A view is the rows of one KV head that a call of the kernel takes.
 struct RowBuffers {
   float* q;
-  int8_t* high;
-  int8_t* low;
+  int8_t* limbs;
   float* scale;
   float* sums;
+  int view_rows;  // most rows of a view
+
+  /// Bytes of limbs that a view takes: whole blocks.
+  size_t limb_bytes(int dim) const { return size_t(view_rows + kRowBlock - 1) / kRowBlock * kRowBlock * dim * 2; }
+  int8_t* limbs_of(int first, int dim) const { return limbs + first / view_rows * limb_bytes(dim); }
 
   QueryRows view(int first, int count, int dim, float cap) const {
-    return {count,         dim,
-            q + size_t(first) * dim,  high + size_t(first) * dim, low + size_t(first) * dim,
-            scale + first, sums + size_t(first) * kMaxGroups, cap > 0 ? cap * float(M_LOG2E) : 0.0f};
+    return {count, dim, q + size_t(first) * dim, limbs_of(first, dim), scale + first, sums + size_t(first) * kMaxGroups,
+            cap > 0 ? cap * float(M_LOG2E) : 0.0f};
   }
 };
 
@@ -84,8 +85,11 @@ void prepare(const KernelTable& table, const OscarLayer& layer, const OscarAtten
   if (layer.k.partner) table.attend->matmul(raw, num_rows, dim, layer.k.partner + size_t(head) * dim * dim, dim, q);
   for (size_t i = 0; i < size_t(num_rows) * dim; i++) q[i] *= scale;
   if (layer.k.row_kind == kPacked) {
-    table.attend->quantise_queries(&layer.k, num_rows, q, rows.high + size_t(row) * dim, rows.low + size_t(row) * dim,
-                                   rows.scale + row, rows.sums + size_t(row) * kMaxGroups);
+    for (int r = 0; r < num_rows; r += rows.view_rows) {
+      const int count = num_rows - r < rows.view_rows ? num_rows - r : rows.view_rows, at = row + r;
+      table.attend->quantise_queries(&layer.k, count, rows.q + size_t(at) * dim, rows.limbs_of(at, dim), rows.scale + at,
+                                     rows.sums + size_t(at) * kMaxGroups);
+    }
   }
 }
 
@@ -116,28 +120,26 @@ struct Source {
   const int32_t* indices;
   const uint8_t *k, *v;
   int64_t k_stride, v_stride, k_head, v_head;
+  int k_row, v_row;  // bytes of a row
 };
+
+int row_bytes(const OscarSide& side, int dtype) {
+  return side.row_kind == kPacked ? oscar_row_bytes(side.head_dim, side.group_size)
+                                  : side.head_dim * (dtype == kBFloat16 ? 2 : 4);
+}
 
 Source pool_source(const OscarLayer& layer, const OscarPlan& plan) {
   return {layer.k.row_kind == kPacked, layer.window_dtype, plan.kv_indices, layer.k_buffer, layer.v_buffer,
-          layer.k_slot_stride, layer.v_slot_stride, layer.k_head_stride, layer.v_head_stride};
+          layer.k_slot_stride, layer.v_slot_stride, layer.k_head_stride, layer.v_head_stride,
+          row_bytes(layer.k, layer.window_dtype), row_bytes(layer.v, layer.window_dtype)};
 }
 
 Source window_source(const OscarLayer& layer, const OscarPlan& plan) {
+  const int element = layer.window_dtype == kBFloat16 ? 2 : 4;
   return {false, layer.window_dtype, plan.window_indices,
           static_cast<const uint8_t*>(layer.k_window), static_cast<const uint8_t*>(layer.v_window),
-          layer.k_window_row_stride, layer.v_window_row_stride, layer.k_window_head_stride, layer.v_window_head_stride};
-}
-
-void attend_tile(const KernelTable& table, const OscarLayer& layer, const Source& source, int head, Tile* tile,
-                 const QueryRows& rows, const State& state) {
-  tile->k_base = source.k + head * source.k_head;
-  tile->v_base = source.v + head * source.v_head;
-  if (source.packed) {
-    table.attend->attend_packed(&layer, head, tile, &rows, &state);
-  } else {
-    table.attend->attend_wide(&layer, source.dtype, tile, &rows, &state);
-  }
+          layer.k_window_row_stride, layer.v_window_row_stride, layer.k_window_head_stride, layer.v_window_head_stride,
+          layer.k.head_dim * element, layer.v.head_dim * element};
 }
 
 /// Keys [begin, end) of a source for heads [first_head, last_head); `rows(head)` and `state(head)` say whose.
@@ -145,24 +147,37 @@ template <class RowsOf, class StateOf>
 void attend_range(const KernelTable& table, const OscarLayer& layer, const Source& source, int64_t begin, int64_t end,
                   int first_head, int last_head, RowsOf rows, StateOf state) {
   Offsets offsets[2];
-  if (begin < end) {
-    offsets[0].fill(source.indices + begin, int(end - begin < kTile ? end - begin : kTile), source.k_stride, source.v_stride);
-  }
+  const int heads = last_head - first_head;
+  const auto count_at = [&](int64_t start) { return start >= end ? 0 : end - start < kTile ? int(end - start) : int(kTile); };
+  Tile tile = {};
+  if (begin < end) offsets[0].fill(source.indices + begin, count_at(begin), source.k_stride, source.v_stride);
   int now = 0;
   for (int64_t start = begin; start < end; start += kTile, now ^= 1) {
-    const int64_t next = start + kTile;
-    Tile tile = {};
-    tile.count = int(end - start < kTile ? end - start : kTile);
-    tile.k_offset = offsets[now].k;
-    tile.v_offset = offsets[now].v;
-    if (next < end) {
-      Offsets& after = offsets[now ^ 1];
-      after.fill(source.indices + next, int(end - next < kTile ? end - next : kTile), source.k_stride, source.v_stride);
-      tile.next_k_offset = after.k;
-      tile.next_v_offset = after.v;
+    const Offsets &here = offsets[now], &after = offsets[now ^ 1];
+    const int count_after = count_at(start + kTile);
+    if (count_after) {
+      offsets[now ^ 1].fill(source.indices + start + kTile, count_after, source.k_stride, source.v_stride);
     }
+    Ahead ahead = {};
+    ahead.k_base = source.k + first_head * source.k_head;
+    ahead.v_base = source.v + first_head * source.v_head;
+    ahead.k_offset = after.k;
+    ahead.v_offset = after.v;
+    ahead.k_bytes = int((heads - 1) * source.k_head) + source.k_row;
+    ahead.v_bytes = int((heads - 1) * source.v_head) + source.v_row;
+    tile.ahead = &ahead;
+    tile.count = count_at(start);
     for (int head = first_head; head < last_head; head++) {
-      attend_tile(table, layer, source, head, &tile, rows(head), state(head));
+      ahead.last = count_after * (head - first_head + 1) / heads;  // each head's work brings its share of the tokens
+      tile.k = {source.k + head * source.k_head, here.k};
+      tile.v = {source.v + head * source.v_head, here.v};
+      const QueryRows query_rows = rows(head);
+      const State row_state = state(head);
+      if (source.packed) {
+        table.attend->attend_packed(&layer, head, &tile, &query_rows, &row_state);
+      } else {
+        table.attend->attend_wide(&layer, source.dtype, &tile, &query_rows, &row_state);
+      }
     }
   }
 }
@@ -230,14 +245,14 @@ extern "C" int oscar_cpu_decode(const OscarLayer* layer, const OscarPlan* plan, 
 
   const size_t rows = size_t(bs) * group, head_rows = rows * heads, part = size_t(heads) * group * stride;
   Arena arena;
-  RowBuffers queries;
+  RowBuffers queries = {};
+  queries.view_rows = group;
   float *raw, *parts, *outputs;
   std::atomic<int64_t>* left;  // tasks of each sequence that are not done
   Task* tasks;
   int64_t* first_task;
   arena.reserve(&queries.q, head_rows * dim);
-  arena.reserve(&queries.high, head_rows * dim);
-  arena.reserve(&queries.low, head_rows * dim);
+  arena.reserve(&queries.limbs, size_t(bs) * heads * queries.limb_bytes(dim));
   arena.reserve(&queries.scale, head_rows);
   arena.reserve(&queries.sums, head_rows * kMaxGroups);
   arena.reserve(&raw, head_rows * dim);
@@ -316,15 +331,15 @@ extern "C" int oscar_cpu_extend(const OscarLayer* layer, const OscarPlan* plan, 
   if (num_units == 0) return kOk;
 
   Arena arena;
-  RowBuffers queries;
+  RowBuffers queries = {};
+  queries.view_rows = num_rows;
   float *raw, *states, *o;
   Unit* units;
   int32_t* limits;
   const size_t all_rows = size_t(num_rows) * threads;
   const int widest = dim > v_dim ? dim : v_dim;
   arena.reserve(&queries.q, all_rows * dim);
-  arena.reserve(&queries.high, all_rows * dim);
-  arena.reserve(&queries.low, all_rows * dim);
+  arena.reserve(&queries.limbs, threads * queries.limb_bytes(dim));
   arena.reserve(&queries.scale, all_rows);
   arena.reserve(&queries.sums, all_rows * kMaxGroups);
   arena.reserve(&raw, all_rows * widest);
@@ -377,10 +392,13 @@ extern "C" int oscar_cpu_extend(const OscarLayer* layer, const OscarPlan* plan, 
           offsets.k[t] = at * args->k_new_token_stride;
           offsets.v[t] = at * args->v_new_token_stride;
         }
-        tile.k_base = static_cast<const uint8_t*>(args->k_new) + head * args->k_new_head_stride;
-        tile.v_base = static_cast<const uint8_t*>(args->v_new) + head * args->v_new_head_stride;
-        tile.k_offset = offsets.k;
-        tile.v_offset = offsets.v;
+        tile.k.base = static_cast<const uint8_t*>(args->k_new) + head * args->k_new_head_stride;
+        tile.v.base = static_cast<const uint8_t*>(args->v_new) + head * args->v_new_head_stride;
+        tile.k.offset = offsets.k;
+        tile.v.offset = offsets.v;
+        Ahead nothing = {};
+        nothing.k_base = tile.k.base;
+        tile.ahead = &nothing;
         if (start + tile.count - 1 > unit.begin) {  // some row must not see all of these keys
           for (int r = 0; r < rows.num_rows; r++) {
             const int64_t seen = unit.begin + r / group + 1 - start;

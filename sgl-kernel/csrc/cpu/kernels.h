@@ -24,8 +24,7 @@ struct QueryRows {
   int num_rows;
   int dim;             // head_dim of K
   const float* q;      // [num_rows, dim] transformed, times sm_scale * log2(e); with a cap times sm_scale / cap
-  const int8_t* high;  // [num_rows, dim] q ~ scale * (256 * high + low)
-  const int8_t* low;
+  const int8_t* limbs;  // q ~ scale * (256 * high + low), in blocks of kRowBlock rows: [dim / 4][kRowBlock][high, low][4]
   const float* scale;  // [num_rows]
   const float* sums;   // [num_rows, kMaxGroups]: per K group sum of 256 * high + low
   float cap_log2e;     // logit cap times log2(e): the logit in base 2 is cap_log2e * tanh(q . k); 0 for no cap
@@ -56,17 +55,29 @@ static inline int oscar_state_stride(const OscarLayer* layer) {
   return layer->v.head_dim + kLanes * (2 + oscar_state_groups(layer));
 }
 
-/// Up to kTile keys of one KV head. A row is at its side's base plus its offset, in bytes: bases change with the head, offsets
-/// are those of the slots.
+/// Lines to bring near while others are computed: a few tokens' slots of the next tile, K and V in turn.
+struct Ahead {
+  const uint8_t *at, *end;         // lines left of the row at hand
+  int step;                        // 64; 0 when all is done, to ask for the same line again
+  const uint8_t *k_base, *v_base;  // of the first head
+  const int64_t *k_offset, *v_offset;
+  int token, last;                 // tokens left: [token, last)
+  int k_bytes, v_bytes;            // of a slot, all heads that are read
+  bool value;                      // whether the next row is of V
+};
+
+/// Rows of one side of a tile. A row is at base plus its offset, in bytes: bases change with the head, offsets are the slots'.
+struct TileRows {
+  const uint8_t* base;
+  const int64_t* offset;  // [kTile]; entries beyond the tile's count repeat a valid one
+};
+
+/// Up to kTile keys of one KV head.
 struct Tile {
   int count;  // keys, 1..kTile
-  const uint8_t* k_base;
-  const uint8_t* v_base;
-  const int64_t* k_offset;  // [kTile]; entries beyond count repeat a valid one
-  const int64_t* v_offset;
-  const int64_t* next_k_offset;  // [kTile] of the tile to prefetch, or null
-  const int64_t* next_v_offset;
+  TileRows k, v;
   const int32_t* limit;  // [num_rows] keys of this tile that a row sees, or null for all
+  Ahead* ahead;          // what to prefetch
 };
 
 struct AttendTable {
@@ -77,8 +88,7 @@ struct AttendTable {
   /// y[n, cols] = x[n, dim] @ matrix[dim, cols] in float32.
   void (*matmul)(const float* x, int n, int dim, const float* matrix, int cols, float* y);
   /// Limbs, scales and sums of rows whose q is in place.
-  void (*quantise_queries)(const OscarSide* k, int num_rows, const float* q, int8_t* high, int8_t* low, float* scale,
-                           float* sums);
+  void (*quantise_queries)(const OscarSide* k, int num_rows, const float* q, int8_t* limbs, float* scale, float* sums);
   /// Merge `num_parts` states of `num_rows` rows (parts `part_stride` floats apart) into o [num_rows, v_dim].
   void (*merge)(const OscarLayer* layer, const float* parts, int num_parts, int64_t part_stride, int num_rows, float* o);
   /// Convert a vector of bf16, fp16 or float32 to float32.

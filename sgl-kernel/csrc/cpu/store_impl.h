@@ -178,26 +178,40 @@ inline void make_grid(const float* x, int n, const float* level, int meta_dtype,
 inline int code_of(float x, const Grid& grid) { return (x > grid.bound[0]) + (x > grid.bound[1]) + (x > grid.bound[2]); }
 
 /// Codes of N rows (not clipped) whose rounding errors are passed on from channel to channel. A channel waits for the one
-/// before, so rows go side by side. The matrix is zero up to its diagonal: whole vectors may start before it.
+/// before, so rows go side by side, and what a channel needs first is kept out of memory. Channels of one vector pass their
+/// errors on among themselves at once and to later vectors together, in the same order of additions.
 template <int N>
 inline void shaped_codes(const float (*x)[kMaxDim], const Grid (*grid)[kMaxDim / kCodesPerByte], int dim, int group_size,
                          const float* shaping, uint8_t (*code)[kMaxDim]) {
   alignas(64) float passed_on[N][kMaxDim] = {};
-  for (int i = 0, g = 0; i < dim; i++) {
-    if (i == (g + 1) * group_size) g++;
-    float error[N];
-    for (int n = 0; n < N; n++) {
-      const int picked = code_of(x[n][i] - passed_on[n][i], grid[n][g]);
-      code[n][i] = uint8_t(picked);
-      error[n] = grid[n][g].level[picked] - x[n][i];
-    }
-    const float* row = shaping + size_t(i) * dim;
-    for (int c = i - i % W; c < dim; c += W) {
-      const F factor = load(row + c);
+  float error[N][W];
+  for (int first = 0, g = 0; first < dim; first += W) {
+    float next[N];
+    for (int n = 0; n < N; n++) next[n] = passed_on[n][first];
+    for (int i = first; i < first + W; i++) {
+      if (i == (g + 1) * group_size) g++;
+      const float* row = shaping + size_t(i) * dim;
+      const F factor = load(row + first);
       for (int n = 0; n < N; n++) {
-        const F product = (error[n] - F{}) * factor;
-        store(passed_on[n] + c, load(passed_on[n] + c) + product);
+        const Grid& q = grid[n][g];
+        const float wanted = x[n][i] - next[n];
+        const bool above0 = wanted > q.bound[0], above1 = wanted > q.bound[1], above2 = wanted > q.bound[2];
+        code[n][i] = uint8_t(above0 + above1 + above2);
+        const float lower = above0 ? q.level[1] : q.level[0], upper = above2 ? q.level[3] : q.level[2];
+        const float e = (above1 ? upper : lower) - x[n][i];
+        error[n][i - first] = e;
+        if (i + 1 < first + W) next[n] = passed_on[n][i + 1] + e * row[i + 1];
+        store(passed_on[n] + first, load(passed_on[n] + first) + (e - F{}) * factor);
       }
+    }
+    for (int c = first + W; c < dim; c += W) {
+      F sum[N];
+      for (int n = 0; n < N; n++) sum[n] = load(passed_on[n] + c);
+      for (int i = 0; i < W; i++) {
+        const F factor = load(shaping + size_t(first + i) * dim + c);
+        for (int n = 0; n < N; n++) sum[n] += (error[n][i] - F{}) * factor;
+      }
+      for (int n = 0; n < N; n++) store(passed_on[n] + c, sum[n]);
     }
   }
 }
