@@ -1,197 +1,225 @@
-"""The paper's ablation on a small model: which factor of U H P, and which target, buys what.
+"""What each part of a method buys, one at a time: the paper's factors, then ours.
 
-    python scripts/ablation.py [--model DIR] [--output F.json]
+    python scripts/ablation.py [--variants plain outliers] [--json F.json]
 
-Two models: the one given (default: the embedded one) and the same with outliers that change no output: in every layer four
-RoPE pairs of the keys are 16 times as large and of the queries 16 times as small (through k_norm and q_norm), and four value
-channels a head are 16 times as large with W_O's columns 16 times as small. All factors are powers of two, so the 16-bit model
-is the same to the last bit; large key and value channels are what trained models have and what breaks plain 2-bit.
-
-Each arm is measured on held-out text with every token in 2 bits: relative error of attention's output, and, with small
-windows, divergence of the next-token distribution from the 16-bit model's (KL, nats) and perplexity.
+Every arm is read through the serving kernels (`oscar.evaluate.reader`), on the embedded model and on variants of it that
+compute the same with harder keys and values (`oscar.stress`): context exact, continuation teacher-forced, small windows so that
+nearly everything is read from 2 bits. Columns: relative error of attention's output (mean over layers), mean KL to exact
+attention in nats with half of its 95 % interval, top-1 agreement.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
-import tempfile
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-from oscar import transform
-from oscar.artifact import LayerTransforms
-from oscar.calibrate import CalibrationOptions, check, collect
-from oscar.capture import capturing
+from oscar import config, stress, text, transform
+from oscar.artifact import LayerTransforms, ModelIdentity
+from oscar.calibrate import CalibrationOptions, collect
 from oscar.cli import embedded_model
 from oscar.codec import RowFormat
-from oscar.heldout import LayerErrorSums, attend_mixed, reconstruct, total
+from oscar.evaluate.arms import Arm, from_layers
+from oscar.evaluate.reader import Reader
+from oscar.evaluate.run import HELD_OUT
+from oscar.evaluate.text_scores import read_documents, score_text
 from oscar.load_model import load_model
 from oscar.progress import Steps
+from oscar.statistics import LayerStatistics
+from oscar.transform import Transforms, balance, eigenvectors, equaliser, rotate, shape_noise
 
-PAPER = (0.96, 0.92)
-# name: (factors, K target, V target, clip quantiles)
-ARMS = {
-    "none (plain INT2)": ("", "q_moment", "v_score_moment", (1.0, 1.0)),
-    "none, clipped": ("", "q_moment", "v_score_moment", PAPER),
-    "U": ("U", "q_moment", "v_score_moment", PAPER),
-    "U·P": ("UP", "q_moment", "v_score_moment", PAPER),
-    "H·P": ("HP", "q_moment", "v_score_moment", PAPER),
-    "U·H": ("UH", "q_moment", "v_score_moment", PAPER),
-    "U·H·P": ("UHP", "q_moment", "v_score_moment", PAPER),
-    "U·H·P, public surrogate for V": ("UHP", "q_moment", "v_surrogate_moment", PAPER),
-    "U·H·P, raw targets": ("UHP", "k_moment", "v_moment", PAPER),
+WINDOWS = (4, 16)
+CLIP = (config.DEFAULT_K_CLIP, config.DEFAULT_V_CLIP)
+LLOYD_MAX = (-1.5, -115 / 256, 115 / 256, 1.5)
+"""The best four levels for a Gaussian, in the ratio 0.4528 : 1.510 (Max, 1960), as multiples of 1/256."""
+
+Build = Callable[[LayerStatistics], LayerTransforms]
+
+
+def layer(found: Transforms, clip: tuple[float, float] = CLIP, **more) -> LayerTransforms:
+    """Transforms with fixed clip quantiles, in the artifact's precision."""
+    heads = found.k_transform.shape[0]
+    tensors = {name: None if x is None else x.float().contiguous() for name, x in vars(found).items()}
+    return LayerTransforms(**tensors | more, k_clip=torch.full((heads,), clip[0]), v_clip=torch.full((heads,), clip[1]))
+
+
+def paper(factors: str, k_target: str, v_target: str, clip: tuple[float, float] = CLIP, share: bool = False) -> Build:
+    """U, H and P in any combination, on any target."""
+
+    def build(s: LayerStatistics) -> LayerTransforms:
+        sides = (rotate(getattr(s, target), share, factors) for target in (k_target, v_target))
+        return layer(Transforms(*sides), clip)
+
+    return build
+
+
+def shaped(change: Callable[[LayerStatistics, Transforms], Transforms | dict], clip: tuple[float, float] = CLIP) -> Build:
+    """The default method with something taken away or put in its place; a dict adds tensors to the layer."""
+
+    def build(s: LayerStatistics) -> LayerTransforms:
+        found = transform.oscar_shaped(s)
+        changed = change(s, found)
+        return layer(found, clip, **changed) if isinstance(changed, dict) else layer(changed, clip)
+
+    return build
+
+
+def rotated_keys(s: LayerStatistics, t: Transforms) -> Transforms:
+    k = rotate(s.q_moment)
+    return replace(t, k_transform=k, k_shaping=shape_noise(k, s.q_moment))
+
+
+def rotated_values(s: LayerStatistics, t: Transforms) -> Transforms:
+    v = rotate(s.v_score_moment)
+    return replace(t, v_transform=v, v_shaping=shape_noise(v, s.output_moment))
+
+
+def without_output_projection(s: LayerStatistics, t: Transforms) -> Transforms:
+    return transform.oscar_shaped(replace(s, output_moment=None))
+
+
+def half_balanced(s: LayerStatistics, t: Transforms) -> Transforms:
+    """Half-way (in the logarithm) between the balanced map and a rotation."""
+
+    def half(full: torch.Tensor) -> torch.Tensor:
+        product = full @ full.mT
+        vectors = eigenvectors(product)
+        values = torch.diagonal(vectors.mT @ product @ vectors, dim1=-2, dim2=-1)
+        d = full.shape[-1]
+        return (vectors * values.pow(0.25).unsqueeze(-2))[..., transform.scattered(d)] @ equaliser(d)
+
+    k, v = half(t.k_transform), half(t.v_transform)
+    return replace(
+        t, k_transform=k, v_transform=v, k_shaping=shape_noise(k, s.q_moment), v_shaping=shape_noise(v, s.output_moment)
+    )
+
+
+def sorted_directions(s: LayerStatistics, t: Transforms) -> Transforms:
+    """The same map, but the equaliser gets the directions in the order of their eigenvalues."""
+
+    def in_order(full: torch.Tensor) -> torch.Tensor:
+        d = full.shape[-1]
+        before = full @ equaliser(d).mT
+        return before[..., transform.scattered(d).argsort()] @ equaliser(d)
+
+    k, v = in_order(t.k_transform), in_order(t.v_transform)
+    return replace(
+        t, k_transform=k, v_transform=v, k_shaping=shape_noise(k, s.q_moment), v_shaping=shape_noise(v, s.output_moment)
+    )
+
+
+def value_mean(s: LayerStatistics, t: Transforms) -> dict:
+    v = balance(s.output_moment, s.v_moment - s.v_mean.unsqueeze(-1) * s.v_mean.unsqueeze(-2))
+    shaping = shape_noise(v, s.output_moment)
+    return {"v_transform": v.float(), "v_mean": s.v_mean.float(), "v_shaping": shaping.float()}
+
+
+def level_table(s: LayerStatistics, t: Transforms) -> dict:
+    table = torch.tensor([LLOYD_MAX] * t.k_transform.shape[0])
+    return {"k_levels": table, "v_levels": table}
+
+
+NOTHING = {"k_shaping": None, "v_shaping": None}
+TARGETS = ("q_moment", "v_score_moment")
+# name: (build, group size; None: head_dim)
+PAPER: dict[str, tuple[Build, int | None]] = {
+    "none (plain INT2)": (paper("", *TARGETS, (1.0, 1.0)), None),
+    "none, clipped": (paper("", *TARGETS), None),
+    "U": (paper("U", *TARGETS), None),
+    "U.P": (paper("UP", *TARGETS), None),
+    "H.P": (paper("HP", *TARGETS), None),
+    "U.H": (paper("UH", *TARGETS), None),
+    "U.H.P (oscar)": (paper("UHP", *TARGETS), None),
+    "U.H.P, heads share": (paper("UHP", *TARGETS, share=True), None),
+    "U.H.P, public surrogate for V": (paper("UHP", "q_moment", "v_surrogate_moment"), None),
+    "U.H.P, raw targets": (paper("UHP", "k_moment", "v_moment"), None),
+    "U, groups of half a row": (paper("U", *TARGETS), 2),
+    "U.H, groups of half a row": (paper("UH", *TARGETS), 2),
+    "U.H.P, groups of half a row": (paper("UHP", *TARGETS), 2),
 }
-FACTOR, PAIRS, V_CHANNELS = 16.0, 4, 4
+OURS: dict[str, tuple[Build, int | None]] = {
+    "oscar-shaped": (shaped(lambda s, t: t), None),
+    "no shaping": (shaped(lambda s, t: replace(t, **NOTHING)), None),
+    "no shaping of K": (shaped(lambda s, t: replace(t, k_shaping=None)), None),
+    "no shaping of V": (shaped(lambda s, t: replace(t, v_shaping=None)), None),
+    "keys rotated (U.H.P), not balanced": (shaped(rotated_keys), None),
+    "values rotated (U.H.P), not balanced": (shaped(rotated_values), None),
+    "half balanced": (shaped(half_balanced), None),
+    "key mean kept": (shaped(lambda s, t: transform.oscar_shaped(replace(s, k_mean=s.k_mean * 0))), None),
+    "W_O unknown": (shaped(without_output_projection), None),
+    "directions in order": (shaped(sorted_directions), None),
+    "heads share": (lambda s: layer(transform.oscar_shaped(s, True)), None),
+    "value mean off, put back after": (shaped(value_mean), None),
+    "Gaussian level table": (shaped(level_table), None),
+    "clip 0.98 / 0.96": (shaped(lambda s, t: t, (0.98, 0.96)), None),
+    "clip 0.92 / 0.88": (shaped(lambda s, t: t, (0.92, 0.88)), None),
+    "groups of half a row (2.5 bits)": (shaped(lambda s, t: t), 2),
+}
 
 
-def add_outliers(model) -> None:
-    """Make large key and value channels in place; what the model computes stays the same. Qwen3 layers only."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention = layer.self_attn
-            d = attention.head_dim
-            pairs = torch.randperm(d // 2, generator=generator)[:PAIRS]
-            channels = torch.cat((pairs, pairs + d // 2))
-            attention.k_norm.weight[channels] *= FACTOR
-            attention.q_norm.weight[channels] /= FACTOR
-            group = attention.o_proj.in_features // attention.v_proj.out_features
-            for head in range(attention.v_proj.out_features // d):
-                chosen = torch.randperm(d, generator=generator)[:V_CHANNELS]
-                attention.v_proj.weight[head * d + chosen] *= FACTOR
-                for query_head in range(head * group, (head + 1) * group):
-                    attention.o_proj.weight[:, query_head * d + chosen] /= FACTOR
+def make_arms(layers: dict[int, LayerStatistics], model: ModelIdentity) -> list[Arm]:
+    """All arms of both tables."""
+    arms = []
+    for name, (build, parts) in (PAPER | OURS).items():
+        formats = (RowFormat(d, d // (parts or 1)) for d in (model.head_dim, model.v_head_dim))
+        arms.append(from_layers(name, model, {i: build(s) for i, s in layers.items()}, *formats))
+    return arms
 
 
-@contextmanager
-def quantised(model, layers: dict[int, LayerTransforms], fmt: RowFormat, sink_tokens: int, recent_tokens: int):
-    """The model's attention reads keys and values from 2 bits, but for the windows. One sequence at a time."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    def attention(module, query, key, value, attention_mask, *, scaling=None, dropout=0.0, **kwargs):
-        t = layers[module.layer_idx]
-        q, k, v = (x[0].float() for x in (query, key, value))
-        hat = reconstruct(k, fmt, t.k_transform, t.k_clip), reconstruct(v, fmt, t.v_transform, t.v_clip)
-        at = torch.arange(q.shape[1])
-        distance = at[:, None] - at[None, :]
-        exact = (distance < recent_tokens) | (at < sink_tokens)
-        output = attend_mixed(q, (k, v), hat, exact, distance >= 0, scaling, None)
-        return output.transpose(0, 1).unsqueeze(0).to(query.dtype), None
-
-    before = model.config._attn_implementation
-    AttentionInterface.register("oscar_ablation", attention)
-    AttentionMaskInterface.register("oscar_ablation", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    try:
-        model.set_attn_implementation("oscar_ablation")
-        yield
-    finally:
-        model.set_attn_implementation(before)
+def measure(variant: str, arguments) -> dict[str, dict]:
+    """Figures of all arms on one variant."""
+    folder = arguments.model
+    model_config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = load_model(folder, model_config, "float32", "cpu")
+    identity = ModelIdentity.from_path(folder)
+    tokens = config.DEFAULT_CALIBRATION_TOKENS if arguments.tokens is None else arguments.tokens
+    given = text.from_model(model, tokenizer, tokens, config.LONGEST_SEQUENCE, config.DEFAULT_SEED)
+    stress.apply(variant, model, given[0].tokens[:1024])
+    options = CalibrationOptions(folder, method="oscar-surrogate", tokens=tokens, dtype="float32", device="cpu")
+    arms = make_arms(collect(options, identity, model, model_config, Steps(False), given).layers, identity)
+    files = [Path(folder) / name for name in HELD_OUT]
+    documents = read_documents(files, tokenizer, arguments.context + arguments.continuation, arguments.documents)
+    scores = score_text(Reader(model), documents, arguments.context, arms, [WINDOWS], errors_on=4)
+    return {arm.name: scores[arm.name, WINDOWS].summary() for arm in arms}
 
 
-def log_probabilities(model, documents: list[torch.Tensor]) -> torch.Tensor:
-    """[all positions, vocabulary] float64 of the next token."""
-    with torch.inference_mode():
-        return torch.cat([model(d.unsqueeze(0), use_cache=False).logits[0, :-1].double().log_softmax(-1) for d in documents])
-
-
-def measure(folder: Path, group_sizes: list[int | None], arguments) -> list[dict]:
-    """All arms on one model; rows of the table."""
-    texts = tuple(arguments.text)
-    options = CalibrationOptions(
-        folder, text=texts, tokens=arguments.tokens, method="oscar-surrogate", max_length=2048, dtype="float32", device="cpu"
-    )
-    identity, config = check(options)
-    model = load_model(folder, config, options.dtype, options.device)
-    with Steps(True) as steps:
-        statistics = collect(options, identity, model, config, steps)
-    documents = [d for s in statistics.held_out for d in s.tokens.split(arguments.length) if len(d) == arguments.length]
-    documents = documents[: arguments.documents]
-    exact = log_probabilities(model, documents)
-    target = torch.cat([d[1:] for d in documents]).unsqueeze(1)
-    perplexity = float((-exact.gather(1, target)).mean().exp())
-    rows = [{"arm": "16 bits", "heads": "", "group": 0, "attention": 0.0, "served": 0.0, "kl": 0.0, "perplexity": perplexity}]
-    for size, shared, (name, (factors, k_target, v_target, clip)) in itertools.product(
-        group_sizes, (False, True), ARMS.items()
-    ):
-        if shared and "U" not in factors:
-            continue  # nothing in it depends on the heads
-        layers = {
-            i: LayerTransforms(
-                transform.rotate(getattr(s, k_target), shared, factors).float(),
-                transform.rotate(getattr(s, v_target), shared, factors).float(),
-                *(torch.full((identity.num_kv_heads,), q) for q in clip),
-            )
-            for i, s in statistics.layers.items()
-        }
-        fmt = RowFormat(identity.head_dim, size)
-        sums = {i: LayerErrorSums(t, fmt, fmt, *arguments.windows) for i, t in layers.items()}
-        with capturing(model, lambda c, sums=sums: sums[c.layer_id].add(c)) as run:
-            for document in documents:
-                run(document.unsqueeze(0))
-        error = total(sums.values())
-        with quantised(model, layers, fmt, *arguments.windows):
-            found = log_probabilities(model, documents)
-        rows.append(
-            {
-                "arm": name,
-                "heads": "shared" if shared else "per head",
-                "group": fmt.group_size,
-                "attention": error.attention,
-                "served": error.served,
-                "kl": float((exact.exp() * (exact - found)).sum(-1).mean()),
-                "perplexity": float((-found.gather(1, target)).mean().exp()),
-            }
-        )
-        print(line(rows[-1]), file=sys.stderr)
-    return rows
-
-
-def line(row: dict) -> str:
-    """One row of the printed table."""
-    return (
-        f"{row['arm']:<31}{row['heads']:<10}{row['group'] or '':>6}{row['attention']:>11.3f}{row['served']:>9.3f}"
-        f"{row['kl']:>9.4f}{row['perplexity']:>12.2f}"
-    )
+def table(name: str, arms: dict, found: dict) -> str:
+    """One table as text."""
+    lines = [f"\n{name}", f"{'arm':<38}{'attention':>11}{'KL':>10}{'+-':>9}{'top-1':>8}"]
+    for arm in arms:
+        f = found[arm]
+        error = sum(f["attn_rel_err"]) / len(f["attn_rel_err"])
+        half = (f["kl_ci"][1] - f["kl_ci"][0]) / 2
+        lines.append(f"{arm:<38}{error:>11.3f}{f['kl_mean']:>10.4f}{half:>9.4f}{f['top1_agreement']:>8.1%}")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The paper's ablation on a small model, with and without outliers.")
-    parser.add_argument("--model", type=Path, default=embedded_model(), help="Qwen3 folder (default: the embedded model)")
-    parser.add_argument("--text", action="append", metavar="FILE[:TOKENS]", help="text (default: the embedded held-out texts)")
-    parser.add_argument("--tokens", type=int, default=20480, help="tokens of text, a tenth held out (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a measured document (default: %(default)s)")
-    parser.add_argument("--documents", type=int, default=4, help="documents measured (default: %(default)s)")
-    parser.add_argument("--windows", type=int, nargs=2, default=(4, 32), help="sink and recent tokens (default: 4 32)")
-    parser.add_argument("--groups", type=int, nargs="+", help="group sizes (default: head_dim and half of it)")
-    parser.add_argument("--output", type=Path, help="JSON file for the tables")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", type=Path, default=embedded_model(), help="Qwen3 folder with held-out texts (default: embedded)"
+    )
+    parser.add_argument("--variants", nargs="+", default=["plain", "outliers"], choices=list(stress.VARIANTS))
+    parser.add_argument("--tokens", type=int, help="calibration tokens (default: as `oscar calibrate`)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens before a continuation (default: %(default)s)")
+    parser.add_argument("--continuation", type=int, default=256, help="tokens decoded (default: %(default)s)")
+    parser.add_argument("--documents", type=int, default=16, help="most documents (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write all figures here")
     arguments = parser.parse_args()
-    arguments.text = arguments.text or [str(arguments.model / name) for name in ("heldout.txt", "heldout_code.txt")]
-    torch.set_grad_enabled(False)
     results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-        groups = arguments.groups or [model.config.head_dim, model.config.head_dim // 2]
-        probe = torch.arange(2, 66).unsqueeze(0)
-        before = model(probe).logits
-        add_outliers(model)
-        assert torch.allclose(model(probe).logits, before, atol=1e-3), "outliers were to change nothing"
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(arguments.model).save_pretrained(folder)
-        for name, where in (("as trained", arguments.model), ("with outliers", Path(folder))):
-            results[name] = measure(where, groups, arguments)
-    for name, rows in results.items():
-        print(f"\n{name}\n{'arm':<31}{'heads':<10}{'group':>6}{'attention':>11}{'served':>9}{'KL':>9}{'perplexity':>12}")
-        print("\n".join(map(line, rows)))
-    if arguments.output:
-        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+    for variant in arguments.variants:
+        results[variant] = measure(variant, arguments)
+        print(table(f"{variant}: the paper's factors", PAPER, results[variant]))
+        print(table(f"{variant}: ours, one change at a time", OURS, results[variant]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

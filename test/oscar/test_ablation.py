@@ -1,4 +1,4 @@
-"""The ablation's outliers change no output, and its simulated 2-bit attention is the model's own where nothing is coded."""
+"""The ablation's arms are what their names say."""
 
 import importlib.util
 from pathlib import Path
@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar.artifact import LayerTransforms
-from oscar.codec import RowFormat
+from oscar import transform
+from oscar.artifact import ModelIdentity
+from oscar.statistics import LayerStatistics
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "ablation.py"
 
@@ -21,28 +22,64 @@ def ablation():
     return module
 
 
-def test_outliers_change_no_output(ablation, make_model):
-    model, ids = make_model("Qwen3"), torch.arange(40).unsqueeze(0)
-    with torch.inference_mode():
-        before = model(ids, use_cache=True)
-        ablation.add_outliers(model)
-        after = model(ids, use_cache=True)
-    torch.testing.assert_close(after.logits, before.logits, atol=1e-4, rtol=1e-5)
-    for old, new in zip(before.past_key_values.layers, after.past_key_values.layers, strict=True):
-        for x, y, channels in ((old.keys, new.keys, 8), (old.values, new.values, 4)):
-            ratio = (y.square().sum((0, 2)) / x.square().sum((0, 2))).sqrt()  # [num_kv_heads, head_dim]
-            large = (ratio / 16 - 1).abs() < 0.05
-            assert (large.sum(-1) == channels).all() and (ratio[~large] - 1).abs().max() < 0.05
+@pytest.fixture(scope="module")
+def statistics():
+    """Two heads of 32 channels with correlations, and a mean in the keys."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        torch.randn(2, 400, 32, generator=generator, dtype=torch.float64) @ torch.randn(2, 32, 32).double() for _ in range(6)
+    ]
+    rows[1] += 3
+    q, k, v, s, surrogate, w = (x.mT @ x / 400 for x in rows)
+    return LayerStatistics(400, q, k, rows[1].mean(1), v, rows[2].mean(1), s, surrogate, w)
 
 
-def test_quantised_attention_is_exact_inside_the_windows(ablation, make_model):
-    model, ids = make_model("Qwen3"), torch.arange(30).unsqueeze(0)
-    eye = torch.eye(32).expand(2, 32, 32)
-    layers = dict.fromkeys(range(2), LayerTransforms(eye, eye, torch.ones(2), torch.ones(2)))
-    with torch.inference_mode():
-        before = model(ids).logits
-        with ablation.quantised(model, layers, RowFormat(32), 0, 30):
-            torch.testing.assert_close(model(ids).logits, before, atol=1e-3, rtol=1e-4)
-        with ablation.quantised(model, layers, RowFormat(32), 0, 4):
-            assert (model(ids).logits - before).abs().max() > 0.1
-        torch.testing.assert_close(model(ids).logits, before, atol=0, rtol=0)
+def test_arms(ablation, statistics):
+    model = ModelIdentity("Qwen3ForCausalLM", 1, 4, 2, 32, 32, {}, "", None)
+    arms = {arm.name: arm for arm in ablation.make_arms({0: statistics}, model)}
+    assert list(arms) == [*ablation.PAPER, *ablation.OURS]
+    codecs = {name: arm.codecs[0] for name, arm in arms.items()}
+    default, found = codecs["oscar-shaped"], transform.oscar_shaped(statistics)
+    assert torch.equal(default.k_transform, found.k_transform.float().double())
+    assert torch.equal(default.v_shaping, found.v_shaping.float())
+
+    def differ(name: str) -> set[str]:
+        other = codecs[name]
+        return {
+            key
+            for key, x in vars(default).items()
+            if not (
+                torch.equal(x, y)
+                if isinstance(x, torch.Tensor) and isinstance(y := vars(other)[key], torch.Tensor)
+                else x == vars(other)[key]
+            )
+        }
+
+    assert differ("no shaping") == {"k_shaping", "v_shaping"}
+    assert differ("no shaping of K") == {"k_shaping"}
+    assert differ("keys rotated (U.H.P), not balanced") == {"k_transform", "q_transform", "k_shaping"}
+    assert differ("W_O unknown") == {"v_transform", "v_inverse", "v_shaping"}
+    assert differ("value mean off, put back after") == {"v_transform", "v_inverse", "v_shaping", "v_mean"}
+    assert differ("Gaussian level table") == {"k_levels", "v_levels"}
+    assert differ("clip 0.98 / 0.96") == {"k_clip", "v_clip"}
+    assert differ("groups of half a row (2.5 bits)") == {"k_format", "v_format"}
+    assert torch.equal(codecs["U.H.P (oscar)"].k_transform, transform.oscar(statistics).k_transform.float().double())
+
+
+@pytest.mark.parametrize("name", ["half_balanced", "sorted_directions"])
+def test_changed_maps_still_balance_or_rotate(name, ablation, statistics):
+    """Half-way maps undo less of the spread; the order of directions changes no cost at all."""
+    full = transform.oscar_shaped(statistics)
+    changed = getattr(ablation, name)(statistics, full)
+
+    def price(t: torch.Tensor) -> torch.Tensor:
+        inverse = torch.linalg.inv(t)
+        covariance = statistics.k_moment - statistics.k_mean.unsqueeze(-1) * statistics.k_mean.unsqueeze(-2)
+        paid = torch.einsum("hii->h", inverse @ statistics.q_moment @ inverse.mT)
+        return paid * torch.einsum("hii->h", t.mT @ covariance @ t)
+
+    best, other = price(full.k_transform), price(changed.k_transform)
+    if name == "sorted_directions":
+        torch.testing.assert_close(other, best, atol=0, rtol=1e-9)
+    else:
+        assert (best < other).all() and (other < price(transform.oscar(statistics).k_transform)).all()
