@@ -1,4 +1,4 @@
-"""`oscar calibrate | convert | inspect | verify | plan | needle | model-path`: files in, files out.
+"""`oscar calibrate | convert | inspect | verify | plan | evaluate | needle | model-path`: files in, files out.
 
 A mistake in the input is one line on stderr, `oscar <command>: <sentence>`, and exit status 2. Heavy modules are
 imported by the command that needs them, so that `--help` answers at once.
@@ -18,9 +18,6 @@ from oscar.arguments import BAD_INPUT, DEFAULT_CONTEXTS, build_parser
 
 EMBEDDED = Path(__file__).with_name("embedded")
 INTERRUPTED = 128 + signal.SIGINT
-
-
-SHARED_NOTE = "the KV heads of a layer share one transform; `oscar calibrate` gives each its own, which is often far better."
 
 
 class InputError(ValueError):
@@ -74,6 +71,7 @@ def _calibrate(options: argparse.Namespace) -> None:
         "group_size",
         "seed",
         "max_length",
+        "skip_layers",
         "sink_tokens",
         "recent_tokens",
         "clip",
@@ -115,7 +113,7 @@ def _inspect(options: argparse.Namespace) -> None:
     from oscar.report import describe, report, warnings
 
     _check_picture(options.picture)
-    artifact = artifacts.load(options.file)
+    artifact = artifacts.load(options.file, native_layers=True)
     _draw(artifact, options.picture)
     description = describe(artifact)
     if options.json:
@@ -158,15 +156,18 @@ def _convert(options: argparse.Namespace) -> None:
     _check_output(output)
     from oscar import artifact as artifacts
     from oscar.convert import convert
+    from oscar.report import describe, warnings
 
-    settings = ("k_clip", "v_clip", "group_size", "sink_tokens", "recent_tokens")
+    settings = ("k_clip", "v_clip", "group_size", "sink_tokens", "recent_tokens", "allow_native_layers")
     made = convert(options.k_file, options.v_file, options.model, **{name: getattr(options, name) for name in settings})
     artifacts.save(made, output)
-    if options.quiet:
+    if options.json:
+        print(json.dumps(describe(made) | {"file_bytes": output.stat().st_size}, indent=2, sort_keys=True))
+    if options.quiet or options.json:
         return
-    if made.provenance["share_heads"]:
-        print(f"Note: {SHARED_NOTE}")
-    print(f"Wrote {output}: {made.model.num_layers} layers for {made.model.architecture}; its error is not measured.")
+    for line in warnings(made):
+        print(f"Note: {line}")
+    print(f"Wrote {output}: {len(made.layers)} layers for {made.model.architecture}; its error is not measured.")
 
 
 def _verify(options: argparse.Namespace) -> None:
@@ -174,7 +175,7 @@ def _verify(options: argparse.Namespace) -> None:
     from oscar.report import verify
 
     model = None if options.model is None else artifacts.ModelIdentity.from_path(options.model)
-    found = verify(artifacts.load(options.file, model), options.file)
+    found = verify(artifacts.load(options.file, model, options.allow_native_layers), options.file)
     if options.json:
         print(json.dumps(found | {"fits_model": None if model is None else True}, indent=2, sort_keys=True))
         return
@@ -182,6 +183,8 @@ def _verify(options: argparse.Namespace) -> None:
         f"{options.file}: whole and unchanged, {found['layers']} layers of method {found['method']} for "
         f"{found['architecture']}; all matrices invertible (largest condition number {found['condition']:.3g})"
     )
+    if found["native_layers"]:
+        print(f"{options.file}: layers {', '.join(map(str, found['native_layers']))} stay in 16 bits")
     if model is not None:
         print(f"{options.file}: made for {options.model}")
 
@@ -191,7 +194,8 @@ def _plan(options: argparse.Namespace) -> None:
     from oscar.report import plan
 
     contexts = options.context or DEFAULT_CONTEXTS
-    numbers = plan(options.model, options.group_size, options.sink_tokens, options.recent_tokens, contexts, options.memory_gib)
+    windows = options.sink_tokens, options.recent_tokens
+    numbers = plan(options.model, options.group_size, *windows, contexts, options.memory_gib, options.skip_layers)
     if options.json:
         print(json.dumps(numbers, indent=2, sort_keys=True))
         return
@@ -199,6 +203,7 @@ def _plan(options: argparse.Namespace) -> None:
     print(
         f"bytes per token: {numbers['bytes_per_token']:,} in 2 bits, {numbers['bytes_per_token_16_bit']:,} in 16 bits "
         f"({numbers['ratio']:.2f} times fewer); {numbers['bits_per_element']:.3f} bits per element"
+        + (f", layers {', '.join(map(str, options.skip_layers))} in 16" if options.skip_layers else "")
     )
     print(f"windows: {rows} rows in 16 bits, {numbers['window_bytes'] / 2**20:.2f} MiB a request slot")
     for row in numbers["contexts"]:
@@ -209,6 +214,20 @@ def _plan(options: argparse.Namespace) -> None:
         if options.memory_gib:
             line += f"; {options.memory_gib:g} GiB hold {row['requests']:,} requests instead of {row['requests_16_bit']:,}"
         print(line)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    for flag, ending in (("json", None), ("picture", ".png"), ("page", ".html")):
+        path = getattr(options, flag)
+        if path is None:
+            continue
+        if ending and Path(path).suffix.lower() != ending:
+            raise InputError(f"--{flag} {path}: expected a file that ends in {ending}")
+        _check_output(Path(path), f"--{flag}")
+
+    from oscar.evaluate.command import run
+
+    run(options)
 
 
 def _needle(options: argparse.Namespace) -> None:
@@ -283,8 +302,8 @@ def _existing(folder: Path) -> Path:
 
 def _input_errors() -> tuple[type[ValueError], ...]:
     """Errors that are one sentence for the user. Anything else is a fault of ours and shows its traceback."""
-    loaded = (sys.modules.get(f"oscar.{name}") for name in ("artifact", "calibrate", "convert"))
-    names = ("ArtifactError", "CALIBRATION_ERRORS", "ConvertError")
+    loaded = (sys.modules.get(f"oscar.{name}") for name in ("artifact", "calibrate", "convert", "evaluate.run"))
+    names = ("ArtifactError", "CALIBRATION_ERRORS", "ConvertError", "EVALUATION_ERRORS")
     found = [getattr(module, name) for module, name in zip(loaded, names, strict=True) if module]
     return (InputError, *(e for item in found for e in (item if isinstance(item, tuple) else (item,))))
 
@@ -295,6 +314,7 @@ COMMANDS = {
     "inspect": _inspect,
     "verify": _verify,
     "plan": _plan,
+    "evaluate": _evaluate,
     "needle": _needle,
     "model-path": _model_path,
 }

@@ -23,6 +23,7 @@ SELF_SOURCE = "written by the model"
 DOCUMENT_TOKENS = 512
 _PARTS_AT_ONCE = 32
 _CHECKED_BYTES = 1 << 20
+_PART_CHARS = 1 << 16
 _BYTES_PER_TOKEN = 16  # read per token wanted; more than any tokenizer needs on natural text
 
 SEEDS = (
@@ -112,7 +113,8 @@ def from_file(path: str | Path, tokenizer, budget: int, max_length: int, name: s
     start = start_tokens(tokenizer)
     pieces = share(budget, max_length)
     texts, whole = _read(path, [length for length, _ in pieces])
-    runs = [tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"] for piece in texts]
+    # Beyond a piece's length nothing is kept.
+    runs = [token_ids(tokenizer, piece, None if whole else n) for piece, (n, _) in zip(texts, pieces, strict=False)]
     if whole:
         (ids,) = runs
         spare = len(ids) - sum(length for length, _ in pieces)
@@ -125,9 +127,27 @@ def from_file(path: str | Path, tokenizer, budget: int, max_length: int, name: s
             used += length
     sequences = []
     for run, (length, held_out) in zip(runs, pieces, strict=True):
-        if tokens := (start + run)[:length]:
-            sequences.append(Sequence(torch.tensor(tokens, dtype=torch.long), name or path.name, held_out))
+        tokens = torch.cat((torch.tensor(start, dtype=torch.long), run))[:length]
+        if len(tokens):
+            sequences.append(Sequence(tokens.clone(), name or path.name, held_out))
     return sequences
+
+
+def token_ids(tokenizer, text: str, limit: int | None = None) -> Tensor:
+    """Token ids of a text without special tokens, [num_tokens] int64; no more than `limit` of them.
+
+    It is cut before spaces into parts of up to _PART_CHARS: what a tokenizer makes of a text takes many times the memory of the
+    ids.
+    """
+    parts, first, found = [torch.empty(0, dtype=torch.long)], 0, 0
+    while first < len(text) and (limit is None or found < limit):
+        last = first + _PART_CHARS
+        if last < len(text) and (space := text.rfind(" ", first + 1, last)) > 0:
+            last = space
+        ids = tokenizer(text[first:last], add_special_tokens=False, verbose=False)["input_ids"]
+        parts.append(torch.tensor(ids, dtype=torch.long))
+        first, found = last, found + len(ids)
+    return torch.cat(parts)[:limit]
 
 
 def start_tokens(tokenizer) -> list[int]:
@@ -164,7 +184,7 @@ def from_model(
     openings = _openings(model, tokenizer)
     order = torch.randperm(len(openings), generator=generator).tolist()
     opening = (openings[i] for i in itertools.cycle(order))
-    ends = _end_tokens(model, tokenizer)
+    ends = end_tokens(model, tokenizer)
     vocabulary = None if tokenizer is None else len(tokenizer)
     length = min(DOCUMENT_TOKENS, max_length, budget)
     num_parts = math.ceil(budget / length)
@@ -248,7 +268,7 @@ def _openings(model, tokenizer) -> list[list[int]]:
     return [ids for ids in result if ids] or [[0]]
 
 
-def _end_tokens(model, tokenizer) -> set[int]:
+def end_tokens(model, tokenizer) -> set[int]:
     """Tokens after which the model has nothing more to say."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = set(ends) if isinstance(ends, list) else {ends}

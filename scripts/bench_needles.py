@@ -6,7 +6,6 @@ Prints one table and writes JSON (--json); plot_gain.py draws it.
 import argparse
 import concurrent.futures
 import json
-import math
 import platform
 import subprocess
 import sys
@@ -20,17 +19,11 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from oscar.cli import embedded_model
+from oscar.evaluate.task_scores import wilson
 from oscar.local_server import LocalServer
 from oscar.needles import make_needle
 
 NO_WINDOWS = ("--oscar-sink-tokens", "0", "--oscar-recent-tokens", "0")
-
-
-def wilson(right: int, n: int) -> tuple[float, float]:
-    """95 % interval of a proportion (Wilson 1927): honest near 0 and 1, where the normal one is not."""
-    z, p = 1.96, right / n
-    middle, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (middle - spread) / (1 + z * z / n), (middle + spread) / (1 + z * z / n)
 
 
 def calibrate(model: str, output: Path, *flags: str) -> None:

@@ -11,7 +11,7 @@ from oscar.cli import build_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-VERBS = "calibrate|convert|inspect|verify|plan|needle|model-path"
+VERBS = "calibrate|convert|inspect|verify|plan|evaluate|needle|model-path"
 COMMAND = re.compile(rf"(?:python -m oscar|(?<![\w-])oscar) ((?:{VERBS})[^`\n#]*)")
 
 
