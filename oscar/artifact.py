@@ -400,7 +400,7 @@ def _check(artifact: Artifact, path: Path) -> None:
             if kind == "clip" and not ((tensor > 0) & (tensor <= 1)).all():
                 raise ArtifactError(f"{where}: expected clip ratios in (0, 1], got {tensor.tolist()}")
             if kind == "shaping" and tensor.tril().any():
-                raise ArtifactError(f"{where}: expected a strictly upper triangular matrix, got entries on or below the diagonal")
+                raise ArtifactError(f"{where}: expected nothing on or below the diagonal, got entries there")
             if kind == "levels":
                 on_grid = (tensor * 256 == (tensor * 256).round()).all() and (tensor.abs() < 4).all()
                 if not on_grid or (tensor.diff(dim=-1) <= 0).any():

@@ -1,7 +1,8 @@
 """What `--kv-quant oscar` works with, as data: the one table behind the refusals at start, the docs and the tests.
 
-Three groups: features of a model, options of the server, kinds of hardware. Every refused row says why and what to do
-instead; `refusal` makes the one sentence that a user sees. No import of SGLang or torch: documentation is built from here.
+Four groups: features of a model, options of the server, kinds of hardware, and the GPUs that the kernels know. Every refused
+row says why and what to do instead; the refusals make the one sentence that a user sees. No import of SGLang or torch:
+documentation is built from here.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ SERVER_OPTIONS = (
         "speculative_algorithm",
         "--speculative-algorithm",
         (None,),
-        "draft tokens are written to the cache and rejected again, which is not covered by tests yet",
+        "draft tokens are written to the cache and rejected again, which the 16-bit windows do not follow yet (the kernels "
+        "themselves take chains of drafts)",
     ),
     Option("disaggregation_mode", "--disaggregation-mode", ("null",), _TIER),
     Option("enable_hierarchical_cache", "--enable-hierarchical-cache", (False,), _TIER),
@@ -179,7 +181,13 @@ SERVER_OPTIONS = (
 
 HARDWARE = (
     Feature("cpu", "CPU (x86-64, plain PyTorch)", True),
-    Feature("cuda", "NVIDIA GPUs", True, "not yet run on one; CUDA graphs are off"),
+    Feature(
+        "cuda",
+        "NVIDIA GPUs",
+        True,
+        "Triton kernels, decode in CUDA graphs, on the architectures below; they have not yet run on a card, so every start "
+        "compares them with the reference first",
+    ),
     Feature(
         "rocm",
         "AMD GPUs (ROCm)",
@@ -192,6 +200,58 @@ HARDWARE = (
     Feature("musa", "Moore Threads GPUs", False, "it has not been tried there"),
     Feature("hpu", "Gaudi", False, "it has not been tried there"),
 )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A GPU architecture that the Triton kernels know.
+
+    Args:
+        key: "sm_90" or "gfx942".
+        name: cards of that kind.
+        shared_kib: shared memory that one program may take, in KiB.
+        columns: queries that the narrowest matrix instruction takes.
+        in_report: whether docs/gpu_compile_report.md lowers the kernels for it.
+        remark: what a user should know.
+    """
+
+    key: str
+    name: str
+    shared_kib: int
+    columns: int = 8
+    in_report: bool = True
+    remark: str = ""
+
+    @property
+    def backend(self) -> tuple[str, int | str, int]:
+        """Backend of Triton, its name for the architecture, and threads of a warp."""
+        if self.key.startswith("sm_"):
+            return "cuda", int(self.key[3:]), 32
+        return "hip", self.key, 64 if self.key.startswith("gfx9") else 32
+
+
+_NO_MATRIX = "Triton multiplies there without matrix instructions, so expect little speed"
+SPILLS = "registers are spilled to memory there, so expect little speed"
+ARCHITECTURES = {
+    row.key: row
+    for row in (
+        Architecture("sm_75", "Turing: T4, RTX 20", 64, remark=_NO_MATRIX),
+        Architecture("sm_80", "A100", 163),
+        Architecture("sm_86", "RTX 30, A10, A40", 99),
+        Architecture("sm_87", "Jetson Orin", 163, in_report=False),
+        Architecture("sm_89", "RTX 40, L4, L40", 99),
+        Architecture("sm_90", "H100, H200, GH200", 227),
+        Architecture("sm_100", "data-centre Blackwell: B200, GB200", 227),
+        Architecture("sm_103", "data-centre Blackwell: B300, GB300", 227),
+        Architecture("sm_120", "consumer Blackwell: RTX 50, RTX PRO", 99),
+        Architecture("sm_121", "consumer Blackwell: DGX Spark", 99, in_report=False),
+        Architecture("gfx90a", "MI200", 64, columns=16, in_report=False),
+        Architecture("gfx942", "MI300", 64, columns=16),
+        Architecture("gfx950", "MI350", 160, columns=16, in_report=False),
+        Architecture("gfx1100", "RX 7900", 64, columns=16, remark=SPILLS),
+    )
+}
+"""Cards that are not here are refused. None has run the kernels yet: they are lowered to machine code for each `in_report`."""
 
 ON_CPU = "serve on the CPU with --device cpu, or " + OFF
 
@@ -232,6 +292,17 @@ def hardware_refusal(kind: str) -> str | None:
     return f"oscar: --kv-quant oscar does not know the device {kind!r} (it knows {known}); {ON_CPU}"
 
 
+def architecture_refusal(key: str, card: str) -> str | None:
+    """The sentence for a GPU that the kernels do not know, or None. key: as in ARCHITECTURES; card: the GPU's own name."""
+    if key in ARCHITECTURES:
+        return None
+    known = ", ".join(f"{row.key} ({row.name})" for row in ARCHITECTURES.values())
+    return (
+        f"oscar: the kernels do not know {card} ({key}), they know {known}; give --oscar-kernels reference (plain PyTorch, "
+        f"slow), or {ON_CPU}"
+    )
+
+
 def _written(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
@@ -243,6 +314,11 @@ def markdown() -> str:
         verdict = "yes" if row.supported else "refused at start"
         remark = row.reason if row.supported else f"{row.reason}; {row.alternative if row in MODEL_FEATURES else ON_CPU}"
         lines.append(f"| {row.title} | {verdict} | {remark} |")
+    for row in ARCHITECTURES.values():
+        remark = "never run there, nor lowered"
+        if row.in_report:
+            remark = f"never run there; {row.remark or 'lowered without a card'}"
+        lines.append(f"| {row.key}: {row.name} | Triton kernels | {remark} |")
     for option in SERVER_OPTIONS:
         if not option.allowed:
             lines.append(f"| `{option.flag}` | any value | |")

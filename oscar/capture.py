@@ -19,6 +19,7 @@ from torch import Tensor
 _NAMES = itertools.count()
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "wo")
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+_QUERIES_AT_ONCE = 512  # where scores are formed: memory then grows with the length, not with its square
 
 
 class UnsupportedModelError(ValueError):
@@ -175,10 +176,14 @@ def _attend(module, query, key, value, mask, scale, logit_cap, kwargs) -> Tensor
 
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, dropout=0.0, **kwargs)[0]
     group = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(group, 1).mT * scale
-    scores = logit_cap * torch.tanh(scores / logit_cap)
-    if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(scores.shape[-1] - scores.shape[-2])
-    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1, dtype=torch.float32).nan_to_num(0.0).to(query.dtype)
-    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2)
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    past = key.shape[2] - query.shape[2]
+    positions, parts = torch.arange(key.shape[2], device=key.device), []
+    for first in range(0, query.shape[2], _QUERIES_AT_ONCE):
+        rows = slice(first, min(first + _QUERIES_AT_ONCE, query.shape[2]))
+        scores = query[:, :, rows] @ key.mT * scale
+        scores = logit_cap * torch.tanh(scores / logit_cap)
+        visible = positions <= positions[past + rows.start : past + rows.stop, None] if mask is None else mask[..., rows, :]
+        scores = scores.masked_fill(~visible, float("-inf")) if visible.dtype == torch.bool else scores + visible
+        parts.append(scores.softmax(-1, dtype=torch.float32).nan_to_num(0.0).to(query.dtype) @ value)
+    return torch.cat(parts, 2).transpose(1, 2)

@@ -43,6 +43,7 @@ def convert(
     group_size: int | None = None,
     sink_tokens: int = config.DEFAULT_SINK_TOKENS,
     recent_tokens: int = config.DEFAULT_RECENT_TOKENS,
+    allow_native_layers: bool = False,
 ) -> Artifact:
     """Make an artifact of a pair of rotation files for a model.
 
@@ -52,6 +53,7 @@ def convert(
         k_clip, v_clip: clip quantiles in (0, 1].
         group_size: elements that share a centre and a step; None: head_dim, as in the public launch scripts.
         sink_tokens, recent_tokens: windows recorded.
+        allow_native_layers: let both files lack the same layers, which then stay in 16 bits.
     Raises:
         ConvertError, ArtifactError: a file cannot be used, or the two do not fit the model.
     """
@@ -68,12 +70,13 @@ def convert(
             RowFormat(dim, dim if size == identity.head_dim else size)
     except ValueError as error:
         raise ConvertError(f"group size does not fit this model: {error}") from error
-    k, k_record = read(k_path, "K", identity)
-    v, v_record = read(v_path, "V", identity)
+    k, k_record = read(k_path, "K", identity, allow_native_layers)
+    v, v_record = read(v_path, "V", identity, allow_native_layers)
+    if differ := sorted(k.keys() ^ v.keys()):
+        raise ConvertError(f"{v_path}: expected the same layers as in {k_path}, but layer {differ[0]} is in one of them only")
     heads = identity.num_kv_heads
     layers = {
-        i: LayerTransforms(k[i], v[i], torch.full((heads,), float(k_clip)), torch.full((heads,), float(v_clip)))
-        for i in range(identity.num_layers)
+        i: LayerTransforms(k[i], v[i], torch.full((heads,), float(k_clip)), torch.full((heads,), float(v_clip))) for i in k
     }
     return Artifact(
         model=identity,
@@ -92,15 +95,18 @@ def convert(
     )
 
 
-def read(path: str | Path, side: str, identity: ModelIdentity) -> tuple[list[Tensor], dict]:
+def read(
+    path: str | Path, side: str, identity: ModelIdentity, allow_native_layers: bool = False
+) -> tuple[dict[int, Tensor], dict]:
     """Read and check one rotation file.
 
     Args:
         path: the file.
         side: "K" or "V".
         identity: the model it has to fit.
+        allow_native_layers: let layers be missing.
     Returns:
-        ([num_kv_heads, d, d] float32 of each layer, JSON-able record of where they come from).
+        (layer_id -> [num_kv_heads, d, d] float32, JSON-able record of where they come from).
     Raises:
         ConvertError: see the sentences below.
     """
@@ -117,12 +123,16 @@ def read(path: str | Path, side: str, identity: ModelIdentity) -> tuple[list[Ten
             f"{path}: objective {objective!r} is for {_SIDES[objective.split('_')[0]]}; give the {side} file here"
         )
     layers = _numbered(path, content["layers"])
-    if sorted(layers) != list(range(identity.num_layers)):
+    expected = set(range(identity.num_layers))
+    missing = expected - layers.keys()
+    if layers.keys() - expected or not layers or (missing and not allow_native_layers):
         found = f"{len(layers)} ({min(layers, default=0)} to {max(layers, default=0)})"
-        raise ConvertError(f"{path}: expected layers 0 to {identity.num_layers - 1} of this model, got {found}")
+        lacks = f", without layer {', '.join(map(str, sorted(missing)))}" if missing else ""
+        advice = "; --allow-native-layers keeps those in 16 bits" if missing and layers.keys() <= expected and layers else ""
+        raise ConvertError(f"{path}: expected layers 0 to {identity.num_layers - 1} of this model, got {found}{lacks}{advice}")
     d, heads = (identity.head_dim if side == "K" else identity.v_head_dim), identity.num_kv_heads
-    result, shared = [], False
-    for i in range(identity.num_layers):
+    result, shared = {}, False
+    for i in sorted(layers):
         rotation = layers[i].get("rotation") if isinstance(layers[i], dict) else None
         if not isinstance(rotation, Tensor) or not rotation.is_floating_point():
             raise ConvertError(f"{path}: layer {i}: expected a tensor of floats as 'rotation', got {_kind(rotation)}")
@@ -137,7 +147,7 @@ def read(path: str | Path, side: str, identity: ModelIdentity) -> tuple[list[Ten
                 f"(at most {ORTHOGONAL_TO:g} passes)"
             )
         shared |= rotation.dim() == 2 and heads > 1
-        result.append(rotation.float().expand(heads, d, d).contiguous())
+        result[i] = rotation.float().expand(heads, d, d).contiguous()
     record = {
         "file": path.name,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),

@@ -98,9 +98,15 @@ def verdict(artifact: Artifact) -> dict:
 def warnings(artifact: Artifact) -> list[str]:
     """Sentences on what a user of this artifact should know; often none."""
     result = []
+    if artifact.native_layers:
+        missing = ", ".join(map(str, artifact.native_layers))
+        result.append(f"no transforms of layers {missing}; they stay in 16 bits if served with --oscar-allow-native-layers.")
     held_out = artifact.provenance.get("held_out", {}).get("all")
     if artifact.provenance.get("share_heads") and artifact.model.num_kv_heads > 1 and artifact.method != "identity":
-        result.append("the KV heads of a layer share one transform; calibrate without --share-heads for one each.")
+        result.append(
+            "the KV heads of a layer share one transform; `oscar calibrate` without --share-heads gives each its own, which is "
+            "often far better."
+        )
     if held_out and artifact.method != "identity" and held_out["attention"] > held_out["plain_attention"]:
         result.append("on the held-out text this method is no better than plain 2-bit; give more or other text.")
     for entry in artifact.provenance.get("data", []):
@@ -123,6 +129,7 @@ def describe(artifact: Artifact) -> dict:
     """JSON-able description of an artifact: everything but the matrices."""
     model = artifact.model
     k_format, v_format = artifact.k_format, artifact.v_format
+    native = len(artifact.native_layers)
 
     def clip(side: str) -> float | str:
         ratios = torch.cat([getattr(layer, f"{side}_clip") for layer in artifact.layers.values()])
@@ -138,8 +145,9 @@ def describe(artifact: Artifact) -> dict:
         "recent_tokens": artifact.recent_tokens,
         "num_tokens": artifact.num_tokens,
         "clip": {"k": clip("k"), "v": clip("v")},
-        "bits_per_element": sizing.bits_per_element(k_format, v_format),
-        "bytes_per_token": sizing.bytes_per_token(model.num_layers, model.num_kv_heads, k_format, v_format),
+        "native_layers": artifact.native_layers,
+        "bits_per_element": sizing.bits_per_element(k_format, v_format, native / model.num_layers),
+        "bytes_per_token": sizing.bytes_per_token(model.num_layers, model.num_kv_heads, k_format, v_format, native),
         "bytes_per_token_16_bit": _full_bytes(model),
         "verdict": verdict(artifact),
         "warnings": warnings(artifact),
@@ -154,7 +162,8 @@ def verify(artifact: Artifact, path: str | Path) -> dict:
         artifact: as loaded.
         path: its file, for the sentence.
     Returns:
-        JSON-able {"layers", "method", "architecture", "fingerprint", "condition": the largest condition number}.
+        JSON-able {"layers", "native_layers", "method", "architecture", "fingerprint", "condition": the largest condition
+        number}.
     Raises:
         ArtifactError: a transform is singular or nearly so; layer, side and head are named.
     """
@@ -172,6 +181,7 @@ def verify(artifact: Artifact, path: str | Path) -> dict:
                 worst = max(worst, condition)
     return {
         "layers": len(artifact.layers),
+        "native_layers": artifact.native_layers,
         "method": artifact.method,
         "architecture": artifact.model.architecture,
         "fingerprint": artifact.model.fingerprint,
@@ -186,6 +196,7 @@ def plan(
     recent_tokens: int,
     contexts: Iterable[int],
     memory_gib: float | None = None,
+    skip_layers: tuple[int, ...] = (),
 ) -> dict:
     """Bytes of a model's KV cache in 2 and in 16 bits, from its config.json and the row format alone.
 
@@ -195,23 +206,23 @@ def plan(
         sink_tokens, recent_tokens: windows that a running request also keeps in 16 bits.
         contexts: request lengths in tokens.
         memory_gib: memory for the cache; None leaves the request counts out.
+        skip_layers: layers that stay in 16 bits.
     Returns:
         JSON-able numbers in bytes and tokens.
     Raises:
         ArtifactError, CalibrationError: no such model, or a value that cannot be.
     """
-    options = CalibrationOptions(
-        model, group_size=group_size, sink_tokens=sink_tokens, recent_tokens=recent_tokens, method="identity"
-    )
+    windows = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+    options = CalibrationOptions(model, group_size=group_size, skip_layers=skip_layers, method="identity", **windows)
     identity, _ = check(options)
     if memory_gib is not None and memory_gib <= 0:
         raise CalibrationError(f"memory must be positive, got {memory_gib} GiB")
     if bad := [n for n in contexts if n <= 0]:
         raise CalibrationError(f"context must be positive, got {bad[0]}")
     k, v = formats(options, identity)
-    geometry = identity.num_layers, identity.num_kv_heads
-    coded, full = sizing.bytes_per_token(*geometry, k, v), _full_bytes(identity)
-    window = sizing.bytes_per_request(*geometry, identity.head_dim, identity.v_head_dim, sink_tokens, recent_tokens)
+    geometry, native = (identity.num_layers, identity.num_kv_heads), len(set(skip_layers))
+    coded, full = sizing.bytes_per_token(*geometry, k, v, native), _full_bytes(identity)
+    window = sizing.bytes_per_request(*geometry, identity.head_dim, identity.v_head_dim, **windows)
     requests = []
     for tokens in contexts:
         total_bytes = tokens * coded + window
@@ -229,7 +240,7 @@ def plan(
         "bytes_per_token": coded,
         "bytes_per_token_16_bit": full,
         "ratio": full / coded,
-        "bits_per_element": sizing.bits_per_element(k, v),
+        "bits_per_element": sizing.bits_per_element(k, v, native / identity.num_layers),
         "window_bytes": window,
         "contexts": requests,
     }

@@ -86,14 +86,16 @@ def sequences(source: Source, tokenizer, max_length: int, seed: int) -> list[Seq
         return text.from_file(source.path, tokenizer, source.tokens, max_length, source.name)
     offsets = _line_offsets(source.path)
     order = torch.randperm(len(offsets), generator=torch.Generator().manual_seed(seed)).tolist()
-    ids: list[int] = []
+    taken, found = [torch.empty(0, dtype=torch.long)], 0
     for number, sample in _samples(source.path, [offsets[i] for i in order], order):
-        if len(ids) >= source.tokens:
+        if found >= source.tokens:
             break
-        ids += _tokens(source.path, number, sample, tokenizer)[:max_length]
+        taken.append(torch.tensor(_tokens(source.path, number, sample, tokenizer)[:max_length], dtype=torch.long))
+        found += len(taken[-1])
+    ids = torch.cat(taken)[: source.tokens]
     result, used = [], 0
-    for length, held_out in text.share(min(source.tokens, len(ids)), max_length) if ids else []:
-        result.append(Sequence(torch.tensor(ids[used : used + length], dtype=torch.long), source.name, held_out))
+    for length, held_out in text.share(len(ids), max_length) if len(ids) else []:
+        result.append(Sequence(ids[used : used + length].clone(), source.name, held_out))
         used += length
     return result
 

@@ -321,7 +321,7 @@ def _is_prime(n: int) -> bool:
 
 
 def _shrink(moment: Tensor) -> Tensor:
-    """Correlations shrunk by SHRINKAGE, which leaves scales as they are; a channel that is always zero gets a little variance."""
+    """Correlations shrunk by SHRINKAGE, scales left as they are; a channel that is always zero gets a little variance."""
     diagonal = torch.diagonal(moment, dim1=-2, dim2=-1)
     least = 1e-9 * diagonal.mean(-1, keepdim=True).clamp(min=1e-30)
     return symmetrise(moment) + torch.diag_embed(SHRINKAGE * diagonal.clamp(min=0) + least)

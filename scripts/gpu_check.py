@@ -8,14 +8,23 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import triton
 
-from oscar.codec import RowFormat
-from oscar_kernel import LayerCache, LayerCodec, triton_decode, triton_extend, triton_plan, triton_store, triton_tuning
+from oscar.codec import LosslessFormat, RowFormat
+from oscar_kernel import (
+    LayerCache,
+    LayerCodec,
+    triton_check,
+    triton_decode,
+    triton_extend,
+    triton_plan,
+    triton_store,
+    triton_tuning,
+)
 from oscar_kernel.extend_attention import extend_attention_ref as extend_reference
 from oscar_kernel.plan_read import plan_read
 from oscar_kernel.store_kv import store_kv_ref as store_reference
@@ -33,35 +42,67 @@ class Sizes:
     heads: int = 8
     ratio: int = 4
     dim: int = 128
-    store_tokens: tuple = (1, 7, 33, 2048)
+    store_tokens: tuple = (1, 7, 33, 4096)
     decode_lens: tuple = (1, 63, 64, 320, 321, 1500, 8192, 20000)
     extend: tuple = ((0, 700), (5000, 300), (100, 1), (320, 129))
     bench_batches: tuple = (1, 8, 32)
     bench_contexts: tuple = (8192, 32768, 102400)
+    bench_stores: tuple = (1, 32, 8192)
     l2_bytes: int = 256 << 20
     copy_bytes: int = 1 << 30
 
     @classmethod
     def miniature(cls) -> Sizes:
         return cls(
-            heads=2, ratio=2, dim=64, store_tokens=(1, 17), decode_lens=(1, 330, 400), extend=((0, 20), (330, 5)),
-            bench_batches=(1, 2), bench_contexts=(400,), l2_bytes=1, copy_bytes=1 << 20,
+            heads=2, ratio=2, dim=64, store_tokens=(1, 17), decode_lens=(1, 330), extend=((0, 20), (330, 5)),
+            bench_batches=(1, 2), bench_contexts=(400,), bench_stores=(2,), l2_bytes=1, copy_bytes=1 << 20,
         )  # fmt: skip
 
 
-def codec_of(heads: int, dim: int, device: str, fold: bool = True, group: int | None = None) -> LayerCodec:
+@dataclass
+class Variant:
+    """Properties of a layer that choose other code. shaped: errors are passed on in the store. native: it stays in 16 bits."""
+
+    fold: bool = True
+    group: int | None = None
+    shaped: bool = False
+    native: bool = False
+
+
+VARIANTS = {
+    "V folded": Variant(),
+    "V folded, error shaping": Variant(shaped=True),
+    "V not folded, groups of 32": Variant(fold=False, group=32),
+    "kept in 16 bits": Variant(native=True),
+}
+
+
+def codec_of(heads: int, dim: int, device: str, variant: Variant | None = None) -> LayerCodec:
+    """A layer's codec with random rotations, rounded to float32 as an artifact's are."""
+    variant = variant or Variant()
     g = torch.Generator().manual_seed(0)
-    transform = torch.linalg.qr(torch.randn(heads, dim, dim, generator=g, dtype=torch.float64)).Q.to(device)
+    transform = torch.linalg.qr(torch.randn(heads, dim, dim, generator=g, dtype=torch.float64)).Q
+    if variant.native:
+        transform = torch.eye(dim, dtype=torch.float64).expand(heads, dim, dim).contiguous()
+    transform = transform.float().double().to(device)
     clip = torch.full((heads,), 0.96, device=device)
-    fmt = RowFormat(dim, group)
-    inverse = transform.transpose(1, 2).contiguous()
-    return LayerCodec(
-        fmt, fmt, transform, transform.float(), None if fold else transform, None if fold else inverse.float(), clip, clip
+    fmt = LosslessFormat(dim, "bfloat16") if variant.native else RowFormat(dim, variant.group)
+    inverse = torch.linalg.inv(transform)
+    query, fold = inverse.transpose(1, 2).float().contiguous(), variant.fold
+    codec = LayerCodec(
+        fmt, fmt, transform, query, None if fold else transform, None if fold else inverse.float().contiguous(), clip, clip
     )
+    if variant.shaped:
+        codec.k_shaping, codec.v_shaping = (
+            (torch.randn(heads, dim, dim, generator=g) / dim**0.5).triu(1).to(device) for _ in range(2)
+        )
+    return codec
 
 
-def plausible_rows(fmt: RowFormat, num_slots: int, heads: int, device: str) -> torch.Tensor:
-    """Random codes, centres near 0 and steps near 1. [num_slots, heads, row_bytes] uint8."""
+def plausible_rows(fmt: RowFormat | LosslessFormat, num_slots: int, heads: int, device: str) -> torch.Tensor:
+    """Random codes, centres near 0 and steps near 1; or random numbers. [num_slots, heads, row_bytes] uint8."""
+    if isinstance(fmt, LosslessFormat):
+        return torch.randn(num_slots, heads, fmt.head_dim, device=device).bfloat16().view(torch.uint8)
     rows = torch.randint(0, 256, (num_slots, heads, fmt.row_bytes), dtype=torch.uint8, device=device)
     meta = rows.view(torch.float16)[..., fmt.code_bytes // 2 :]
     pair = torch.tensor([0.05, 0.75], dtype=torch.float16, device=device).repeat(fmt.num_groups)
@@ -99,6 +140,9 @@ class Batch:
             )
             for _ in range(layers)
         ]  # fmt: skip
+        if isinstance(fmt, LosslessFormat):
+            # Windows and pool are random apart, and the kernels read such a layer from the pool.
+            self.row_of_slot.fill_(-1)
 
     def plan(self, launch: triton_tuning.Launch, heads: int) -> triton_plan.TritonPlan:
         budget = triton_plan.item_budget(len(self.lens), heads, triton_plan.num_sms(self.device), launch.waves)
@@ -127,25 +171,31 @@ class Batch:
         return o.flatten(0, 1)
 
 
-def check_store(sizes: Sizes, device: str, fold: bool, group: int | None) -> str | None:
-    codec = codec_of(sizes.heads, sizes.dim, device, fold, group)
+def empty_cache(sizes: Sizes, codec: LayerCodec, n: int, device: str) -> LayerCache:
+    """With more slots than n tokens need, and as many window rows."""
     row_bytes = codec.k_format.row_bytes
+    return LayerCache(
+        torch.zeros(n + 8, sizes.heads, row_bytes, dtype=torch.uint8, device=device),
+        torch.zeros(n + 8, sizes.heads, row_bytes, dtype=torch.uint8, device=device),
+        torch.zeros(n + 1, sizes.heads, sizes.dim, dtype=torch.bfloat16, device=device),
+        torch.zeros(n + 1, sizes.heads, sizes.dim, dtype=torch.bfloat16, device=device),
+    )
+
+
+def new_tokens(sizes: Sizes, n: int, device: str) -> tuple[torch.Tensor, ...]:
+    """k, v, loc and window_rows of `store_kv` for n tokens."""
+    k = torch.randn(n, sizes.heads, sizes.dim, device=device).bfloat16() * 2 + 0.5
+    v = torch.randn(n, sizes.heads, sizes.dim, device=device).bfloat16()
+    return k, v, torch.randperm(n + 8, device=device)[:n], torch.randperm(n, device=device)
+
+
+def check_store(sizes: Sizes, device: str, variant: Variant) -> str | None:
+    codec = codec_of(sizes.heads, sizes.dim, device, variant)
     for n in sizes.store_tokens:
-
-        def new_cache(n=n):
-            return LayerCache(
-                torch.zeros(n + 8, sizes.heads, row_bytes, dtype=torch.uint8, device=device),
-                torch.zeros(n + 8, sizes.heads, row_bytes, dtype=torch.uint8, device=device),
-                torch.zeros(n + 1, sizes.heads, sizes.dim, dtype=torch.bfloat16, device=device),
-                torch.zeros(n + 1, sizes.heads, sizes.dim, dtype=torch.bfloat16, device=device),
-            )  # fmt: skip
-
-        k = torch.randn(n, sizes.heads, sizes.dim, device=device).bfloat16() * 2 + 0.5
-        v = torch.randn(n, sizes.heads, sizes.dim, device=device).bfloat16()
-        loc, rows = torch.randperm(n + 8, device=device)[:n], torch.randperm(n, device=device)
-        expected, got = new_cache(), new_cache()
-        store_reference(k, v, loc, rows, expected, codec)
-        triton_store.store_kv(k, v, loc, rows, got, codec)
+        tokens = new_tokens(sizes, n, device)
+        expected, got = (empty_cache(sizes, codec, n, device) for _ in range(2))
+        store_reference(*tokens, expected, codec)
+        triton_store.store_kv(*tokens, got, codec)
         for name in vars(expected):
             a, b = (getattr(cache, name).view(torch.uint8) for cache in (expected, got))
             if not torch.equal(a, b):
@@ -153,22 +203,54 @@ def check_store(sizes: Sizes, device: str, fold: bool, group: int | None) -> str
     return None
 
 
-def check_decode(sizes: Sizes, device: str, fold: bool, group: int | None) -> str | None:
-    codec = codec_of(sizes.heads, sizes.dim, device, fold, group)
+def check_decode(sizes: Sizes, device: str, variant: Variant) -> str | None:
+    codec = codec_of(sizes.heads, sizes.dim, device, variant)
     batch = Batch(sizes.decode_lens, codec, sizes.heads, device)
     batch.slot_of_row[::7] = -1  # some rows lost
     q = torch.randn(len(batch.lens), sizes.heads * sizes.ratio, sizes.dim, device=device)
-    plan = batch.plan(triton_tuning.Launch(), sizes.heads)
-    out = triton_decode.decode_attention(q, batch.caches[0], codec, plan, sizes.dim**-0.5)
-    worst = 0.0
-    for b in range(len(batch.lens)):
-        expected = batch.oracle(q[b], b, sizes.dim**-0.5)
-        worst = max(worst, float((out[b].double() - expected).abs().max() / expected.abs().max()))
+    launch = triton_tuning.choose(architecture(device).key, sizes.dim, sizes.ratio, len(batch.lens), codec_groups(codec))
+    plan, worst = batch.plan(launch, sizes.heads), 0.0
+    for join in (True, False):
+        out = triton_decode.decode_attention(
+            q, batch.caches[0], codec, plan, sizes.dim**-0.5, launch=replace(launch, join=join)
+        )
+        for b in range(len(batch.lens)):
+            expected = batch.oracle(q[b], b, sizes.dim**-0.5)
+            worst = max(worst, float((out[b].double() - expected).abs().max() / expected.abs().max()))
     return None if worst < DECODE_ERROR else f"error {worst:.1e} against float64"
 
 
-def check_extend(sizes: Sizes, device: str, fold: bool, group: int | None) -> str | None:
-    codec = codec_of(sizes.heads, sizes.dim, device, fold, group)
+def architecture(device: str):
+    return triton_tuning.architecture(torch.device(device))
+
+
+def codec_groups(codec: LayerCodec) -> int:
+    return getattr(codec.v_format, "num_groups", 1)
+
+
+def check_start(sizes: Sizes, device: str) -> str | None:
+    """What a server asks at its start."""
+    for variant in VARIANTS.values():
+        fault = triton_check.fault(codec_of(sizes.heads, sizes.dim, device, variant), sizes.heads * sizes.ratio)
+        if fault is not None:
+            return fault
+    return None
+
+
+def check_code(arch: str) -> str | None:
+    """Whether the machine code for this card spills registers, where the table of architectures does not say so."""
+    from oscar.capability import ARCHITECTURES, SPILLS
+    from oscar_kernel.triton_compile import MAIN_CASE, distinct_launches, lower
+
+    if ARCHITECTURES[arch].remark == SPILLS:
+        return None
+    rows = [lower(launch, arch) for launch in distinct_launches(MAIN_CASE, arch)]
+    spilling = [f"{row.kernel} {row.spill_bytes} bytes" for row in rows if row.spill_bytes]
+    return f"registers are spilled: {', '.join(spilling)}" if spilling else None
+
+
+def check_extend(sizes: Sizes, device: str, variant: Variant) -> str | None:
+    codec = codec_of(sizes.heads, sizes.dim, device, variant)
     prefix, new = [max(1, p) for p, _ in sizes.extend], [n for _, n in sizes.extend]
     batch = Batch(prefix, codec, sizes.heads, device)
     indptr = [0, *itertools.accumulate(new)]
@@ -183,8 +265,6 @@ def check_extend(sizes: Sizes, device: str, fold: bool, group: int | None) -> st
 
 def check_graph(sizes: Sizes, device: str) -> str | None:
     """A captured step replayed with other lengths and with padded rows equals eager steps."""
-    if device == "cpu":
-        return None
     codec = codec_of(sizes.heads, sizes.dim, device)
     batch = Batch((5000, 900, 330), codec, sizes.heads, device)
     heads = sizes.heads * sizes.ratio
@@ -290,9 +370,7 @@ def bench(sizes: Sizes, device: str, bs: int, n: int, bandwidth: float, launch=N
     layers = max(1, min(16, sizes.l2_bytes // per_layer + 1))
     batch = Batch([n] * bs, codec, sizes.heads, device, layers)
     heads = sizes.heads * sizes.ratio
-    chosen = launch or triton_tuning.choose(
-        triton_tuning.architecture(torch.device(device)), sizes.dim, sizes.ratio, bs, codec.v_format.num_groups
-    )
+    chosen = launch or triton_tuning.choose(architecture(device).key, sizes.dim, sizes.ratio, bs, codec.v_format.num_groups)
     plan = batch.plan(chosen, sizes.heads)
     scratch = triton_decode.DecodeBuffers.make(bs, plan.work.shape[0], heads, codec)
     q = torch.randn(bs, heads, sizes.dim, device=device).bfloat16()
@@ -331,6 +409,20 @@ def bench(sizes: Sizes, device: str, bs: int, n: int, bandwidth: float, launch=N
     return cell
 
 
+def bench_store(sizes: Sizes, device: str) -> list[dict]:
+    """Microseconds of one layer's store with every channel rounded alone and with errors passed on; matrices are in L2."""
+    cells = []
+    for n in sizes.bench_stores:
+        tokens, cell = new_tokens(sizes, n, device), {"tokens": n}
+        for name, shaped in (("us", False), ("shaped_us", True)):
+            codec = codec_of(sizes.heads, sizes.dim, device, Variant(shaped=shaped))
+            cache = empty_cache(sizes, codec, n, device)
+            cell[name] = timed(lambda t=tokens, cache=cache, codec=codec: triton_store.store_kv(*t, cache, codec)) * 1e6
+        print(f"store of {n} tokens: {cell['us']:.1f} us, with error shaping {cell['shaped_us']:.1f} us", flush=True)
+        cells.append(cell)
+    return cells
+
+
 def tune(sizes: Sizes, device: str, bandwidth: float) -> list[dict]:
     """The best launch of the candidates for a small and a large batch, as entries for triton_tuning."""
     entries = []
@@ -361,18 +453,21 @@ def main() -> int:
     torch.manual_seed(0)
     began = time.perf_counter()
     card = "Triton's interpreter" if args.smoke else torch.cuda.get_device_name()
-    arch = triton_tuning.architecture(torch.device(device))
+    arch = architecture(device).key
     print(f"{card} ({arch}), PyTorch {torch.__version__}, Triton {triton.__version__}")
     result = {"card": card, "arch": arch, "torch": torch.__version__, "triton": triton.__version__, "checks": {}}
 
     wrong = 0
-    variants = {"V folded": (True, None), "V not folded, groups of 32": (False, 32)}
-    checks = {
-        f"{name}, {variant}": lambda f=f, options=options: f(sizes, device, *options)
+    checks = {"a server's check at start": lambda: check_start(sizes, device)}
+    checks |= {
+        f"{name}, {title}": lambda f=f, variant=variant: f(sizes, device, variant)
         for name, f in (("store", check_store), ("decode", check_decode), ("extend", check_extend))
-        for variant, options in variants.items()
+        for title, variant in VARIANTS.items()
+        if name == "store" or not variant.shaped  # what is stored is read in the same way
     }
-    checks["CUDA graph"] = lambda: check_graph(sizes, device)
+    if device != "cpu":
+        checks["CUDA graph"] = lambda: check_graph(sizes, device)
+        checks["machine code"] = lambda: check_code(arch)
     for name, check in checks.items():
         start = time.perf_counter()
         try:
@@ -388,6 +483,7 @@ def main() -> int:
     print(
         f"copy: {bandwidth / 1e9:.0f} GB/s. One layer, {sizes.heads} KV heads of {sizes.dim}, {sizes.ratio} query heads each:"
     )
+    result["store"] = bench_store(sizes, device)
     print(f"{'bs':>4}{'context':>9}{'us':>9}{'GB/s':>8}{'of copy':>9}{'best 16-bit':>24}{'speed-up':>10}")
     result["decode"] = []
     for n in sizes.bench_contexts:

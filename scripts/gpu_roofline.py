@@ -3,9 +3,9 @@
     python scripts/gpu_roofline.py                     Qwen3-8B, H100, H200, A100 and RTX 4090, batch 1, 8, 32
     python scripts/gpu_roofline.py --json roofline.json
 
-Nothing here is measured on a card. Counts come from the tensors that the kernels read and write and from the machine code
-(docs/gpu_compile_report.json); the assumptions that turn them into times are printed with the result. Compare with what
-scripts/gpu_check.sh measures.
+Nothing here is measured on a card. Counts come from the tensors that the kernels are given, from the plan's own arithmetic and
+from the machine code (docs/gpu_compile_report.json); the assumptions that turn them into times are printed with the result.
+Compare with what scripts/gpu_check.sh measures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+
+import torch
+
+from oscar.codec import RowFormat
+from oscar_kernel import LayerCodec, triton_plan
+from oscar_kernel.triton_common import LayerTensors, prepare
+from oscar_kernel.triton_decode import JOIN
+from oscar_kernel.triton_shaping import FEW, MANY_FROM
+from oscar_kernel.triton_tuning import Launch
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,7 +33,7 @@ class Card:
     """Public figures of a card. bandwidth: bytes/s. clock: Hz, boost. dense_f16: matrix flop/s, float32 sums."""
 
     name: str
-    arch: int
+    arch: str
     bandwidth: float
     sms: int
     clock: float
@@ -32,11 +42,10 @@ class Card:
 
 
 CARDS = (
-    Card("H100 SXM", 90, 3.35e12, 132, 1.755e9, 989e12, 50),
-    Card("H200", 90, 4.8e12, 132, 1.755e9, 989e12, 50),
-    Card("A100 SXM 80 GB", 80, 2.039e12, 108, 1.41e9, 312e12, 40),
-    # Ada has no entry of its own in the report; its code is close to Ampere's.
-    Card("RTX 4090", 80, 1.008e12, 128, 2.52e9, 165e12, 72),
+    Card("H100 SXM", "sm_90", 3.35e12, 132, 1.755e9, 989e12, 50),
+    Card("H200", "sm_90", 4.8e12, 132, 1.755e9, 989e12, 50),
+    Card("A100 SXM 80 GB", "sm_80", 2.039e12, 108, 1.41e9, 312e12, 40),
+    Card("RTX 4090", "sm_89", 1.008e12, 128, 2.52e9, 165e12, 72),
 )
 COPY_SHARE = 0.90
 """Of the data sheet's bandwidth, what a large copy reaches."""
@@ -48,6 +57,13 @@ PEER_SHARE = 0.85
 """Of a copy's bandwidth, what the best 16-bit decode kernels reach."""
 LAUNCH = 2.0e-6
 """Seconds from one kernel's end to the next one's start inside a CUDA graph."""
+ROUND_TRIP = 0.7e-6
+"""Seconds that a program waits for states that another has written to L2."""
+SHAPING_STEP = 90
+"""Cycles of a channel in the shaped store: nine instructions that wait for one another, a shuffle among them."""
+SHAPING_ISSUE = 10.6
+"""Instructions of a warp for a channel of one row of a long prompt, of sm_90's code: the chunks' loops have 51 to 119 for
+eight rows."""
 WIDTHS = (16, 4, 9, 9, 10, 9, 8, 9, 11, 7)
 MATRIX_SHARE = 0.5
 """Of the dense rate, what the m16n8k16 instruction reaches (it is half of wgmma's on sm_90)."""
@@ -55,7 +71,7 @@ MATRIX_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention of one layer on one rank."""
+    """Attention of one layer on one rank, V folded. shaped: errors are passed on in the store."""
 
     heads: int = 8
     ratio: int = 4
@@ -63,11 +79,20 @@ class Shape:
     group: int = 128
     sink: int = 64
     recent: int = 256
+    shaped: bool = True
+
+    @cached_property
+    def layer(self) -> LayerTensors:
+        """A layer's tensors as the kernels get them, from transforms as an artifact keeps them (float32)."""
+        fmt, eye = RowFormat(self.dim, self.group), torch.eye(self.dim).expand(self.heads, self.dim, self.dim)
+        clip = torch.ones(self.heads)
+        matrix = torch.zeros(self.heads, self.dim, self.dim) if self.shaped else None
+        return prepare(LayerCodec(fmt, fmt, eye.double(), eye, None, None, clip, clip, k_shaping=matrix, v_shaping=matrix))
 
     @property
     def row_bytes(self) -> int:
-        """Of K or V of one head: codes and a (centre, step) pair a group. oscar.codec.RowFormat says the same."""
-        return self.dim // 4 + 4 * self.dim // self.group
+        """Of K and V of a token, all heads."""
+        return self.heads * (self.layer.k.row_bytes + self.layer.v.row_bytes)
 
 
 def traffic(shape: Shape, bs: int, n: int, items: int) -> dict[str, float]:
@@ -76,48 +101,74 @@ def traffic(shape: Shape, bs: int, n: int, items: int) -> dict[str, float]:
     Args:
         shape: of the layer. bs: sequences. n: tokens of each. items: entries of the work list that are in use.
     """
-    heads, dim, windows = shape.heads, shape.dim, shape.sink + shape.recent
+    heads, dim, layer, windows = shape.heads, shape.dim, shape.layer, shape.sink + shape.recent
+    queries = bs * heads * shape.ratio
+    # The upper half of a matrix is read once a head and block of tokens; rows between the store's launches stay in L2.
+    half = (1 + 16 / dim) / 2
+    shaping = half * -(-bs // FEW) * (layer.k_shaping.nbytes + layer.v_shaping.nbytes) if shape.shaped else 0
     return {
-        "2-bit rows": bs * max(0, n - windows) * heads * 2 * shape.row_bytes,
+        "2-bit rows": bs * max(0, n - windows) * shape.row_bytes,
         # Every KV head's programs read the slots; all but the first find them in L2.
         "slots": 4 * bs * n,
-        "16-bit windows": bs * min(n, windows) * heads * 2 * dim * 2,
-        # K's and the queries' matrices; V's is folded.
-        "transforms": heads * dim * dim * (8 + 4),
-        "queries and outputs": bs * heads * shape.ratio * dim * (2 + 2 + 2 + 2),
-        # Written by one kernel and read by the next: it stays in L2, and is counted apart.
+        "16-bit windows": bs * min(n, windows) * (heads * 2 * dim * 2 + 4),
+        "transforms": layer.k_transform.nbytes + layer.q_transform.nbytes,
+        "error shaping": shaping,
+        "new tokens": bs * (heads * 2 * dim * (2 + 2) + shape.row_bytes),
+        "queries and outputs": queries * (2 * dim + 2 * 2 * layer.k.query_width + 2 * dim),
+        # Written by one program and read by another: they stay in L2, and are counted apart.
         "partial states (L2)": 2 * items * heads * shape.ratio * (dim + 1) * 4,
     }
 
 
-def predict(card: Card, shape: Shape, bs: int, n: int, loop: int, waves: int = 8, tile: int = 64) -> dict:
-    """Seconds of one layer's attention, ours and a 16-bit kernel's, and what bounds ours."""
-    windows = -(-(shape.sink + shape.recent) // 128)
-    budget = max(bs, -(-card.sms * waves // shape.heads))
-    tiles = bs * -(-max(0, n - shape.sink - shape.recent) // 64)
-    items = min(budget + bs, bs * -(-tiles // (bs * max(4, -(-tiles // budget))))) + bs * windows
+def items_of(card: Card, shape: Shape, bs: int, n: int, waves: int) -> tuple[int, int]:
+    """Items of the work list of `bs` sequences of n tokens, and tiles of the middles, by the plan's arithmetic."""
+    budget = triton_plan.item_budget(bs, shape.heads, card.sms, waves)
+    tiles = -(-max(0, n - shape.sink - shape.recent) // triton_plan.BLOCK_N)
+    split = max(triton_plan.MIN_TILES, -(-bs * tiles // budget))
+    return bs * (-(-tiles // split) + triton_plan.window_items(shape.sink, shape.recent)), bs * tiles
+
+
+def shaping_seconds(card: Card, shape: Shape, tokens: int) -> float:
+    """What error shaping adds to one layer's store: a launch, the matrix, and steps that wait for one another or, with many
+    tokens, for the issue slots."""
+    if not shape.shaped:
+        return 0.0
+    chain = ROUND_TRIP + shape.dim * SHAPING_STEP / card.clock
+    rows = tokens * shape.heads * 2
+    issue = rows * shape.dim * SHAPING_ISSUE / (card.sms * 4 * card.clock * ISSUE_SHARE) if tokens >= MANY_FROM else 0.0
+    return LAUNCH + max(chain, issue)
+
+
+def predict(card: Card, shape: Shape, bs: int, n: int, loop: int, waves: int = Launch().waves) -> dict:
+    """Seconds of one layer's attention, ours and a 16-bit kernel's, and what bounds ours.
+
+    loop: instructions for a tile of a head.
+    """
+    items, tiles = items_of(card, shape, bs, n, waves)
     parts = traffic(shape, bs, n, items)
     moved = sum(size for name, size in parts.items() if "L2" not in name)
-    least = bs * n * shape.heads * 2 * shape.row_bytes
+    least = bs * n * shape.row_bytes
     bandwidth = card.bandwidth * COPY_SHARE
     memory = moved / (bandwidth * STREAM_SHARE)
-    instructions = tiles * shape.heads * loop * (64 // tile)
-    issue = instructions / (card.sms * 4 * card.clock * ISSUE_SHARE)
+    issue = tiles * shape.heads * loop / (card.sms * 4 * card.clock * ISSUE_SHARE)
     flops = bs * n * shape.heads * 2 * 2 * shape.dim * max(8, shape.ratio)
     matrix = flops / (card.dense_f16 * MATRIX_SHARE)
-    seconds = max(memory, issue, matrix) + 2 * LAUNCH
+    # The last program to finish merges its group's states and then the groups', a query head after the other.
+    tail = shape.ratio * ROUND_TRIP * (1 + (items // bs > JOIN))
+    shaping = shaping_seconds(card, shape, bs)
+    seconds = max(memory, issue, matrix) + 2 * LAUNCH + tail + shaping
     bf16 = bs * n * shape.heads * 2 * shape.dim * 2
     peer = bf16 / (bandwidth * PEER_SHARE) + 2 * LAUNCH
     bound = max((memory, "memory"), (issue, "issue"), (matrix, "matrix"))[1]
     return {
-        "card": card.name, "bs": bs, "context": n, "bytes": moved, "partial_bytes_l2": parts["partial states (L2)"],
-        "over_format_minimum": moved / least - 1, "bytes_per_token": moved / (bs * n), "flops": flops,
-        "us": seconds * 1e6, "bound": bound, "memory_us": memory * 1e6, "issue_us": issue * 1e6, "matrix_us": matrix * 1e6,
+        "card": card.name, "bs": bs, "context": n, "bytes": moved, "parts": parts, "over_format_minimum": moved / least - 1,
+        "bytes_per_token": moved / (bs * n), "flops": flops, "us": seconds * 1e6, "bound": bound, "memory_us": memory * 1e6,
+        "issue_us": issue * 1e6, "matrix_us": matrix * 1e6, "merge_us": tail * 1e6, "shaping_us": shaping * 1e6,
         "of_copy": least / seconds / bandwidth, "bf16_us": peer * 1e6, "speedup": peer / seconds,
     }  # fmt: skip
 
 
-def loop_of(arch: int, dim: int) -> int:
+def loop_of(arch: str, dim: int) -> int:
     """Instructions for 64 tokens of a head, from the compile report."""
     rows = json.loads((ROOT / "docs" / "gpu_compile_report.json").read_text())
     found = [r["loop_instructions"] for r in rows if r["arch"] == arch and r["kernel"] == "decode_kernel"]
@@ -134,14 +185,20 @@ def main() -> None:
     args = parser.parse_args()
     shape = Shape()
     windows = f"{shape.sink} + {shape.recent}"
-    print(f"One layer, {shape.heads} KV heads of {shape.dim}, {shape.ratio} query heads each, windows of {windows}")
-    print(f"tokens; a row of one head takes {shape.row_bytes} bytes, K and V of a token {shape.heads * 2 * shape.row_bytes}.")
+    print(f"One layer, {shape.heads} KV heads of {shape.dim}, {shape.ratio} query heads each, V folded, windows of {windows}")
+    print(f"tokens; K and V of a token take {shape.row_bytes} bytes in 2 bits.")
     print("Predicted, not measured. Assumed:")
     print(f"  a copy reaches {COPY_SHARE:.0%} of the data sheet's bandwidth, this kernel at most {STREAM_SHARE:.0%} of a copy,")
     print(f"  the 16-bit peer {PEER_SHARE:.0%} of a copy; {ISSUE_SHARE:.0%} of the issue slots are used;")
     print(
-        f"  {LAUNCH * 1e6:.0f} us a launch, two launches; heads of a token share sectors through L2; partial states stay in L2."
+        f"  {LAUNCH * 1e6:.0f} us a launch, two launches; {ROUND_TRIP * 1e6:.1f} us for each read of states in L2 by the last "
+        "program;\n  heads of a token share sectors through L2."
     )
+    print(f"  Error shaping: {SHAPING_STEP} cycles a channel in a decode step; {SHAPING_ISSUE} instructions a channel and row")
+    print("  in a long prompt. It adds to a layer in a decode step (counted below) and in a prompt of 8192 tokens, us:")
+    for card in CARDS:
+        step, prompt = (shaping_seconds(card, shape, n) * 1e6 for n in (1, 8192))
+        print(f"{card.name:>18}{step:8.1f}{prompt:8.0f}")
     names = ("card", "bs", "context", "B/token", "over min", "us", "bound", "of copy", "16-bit us", "ratio")
     print("".join(f"{name:>{width}}" for name, width in zip(names, WIDTHS, strict=True)))
     rows = []

@@ -25,15 +25,19 @@ COMMON = {
     "eos_token_id": 256,
     "pad_token_id": None,
 }
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 FAMILIES = {
     "Qwen2": {},
     "Qwen3": {"head_dim": 32},
     "Qwen3Moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "Llama": {},
     "Mistral": {"head_dim": 20, "sliding_window": 24},
+    "Gemma": {"head_dim": 32},
     "Gemma2": {"head_dim": 32, "sliding_window": 24, "attn_logit_softcapping": 5.0},
     "Gemma3Text": {"head_dim": 32, "sliding_window": 24},
     "Glm4": {"head_dim": 32, "partial_rotary_factor": 0.5},
+    "Glm4Moe": {"head_dim": 32, "partial_rotary_factor": 0.5, "use_qk_norm": True} | _EXPERTS,
+    "Phi": {"partial_rotary_factor": 0.5},
     "Phi3": {},
 }
 

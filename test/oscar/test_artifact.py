@@ -162,7 +162,10 @@ def test_truncation_is_found(saved, keep):
         ("model.num_layers", '"num_layers":2', '"num_layers":3'),
         ("model.num_qo_heads", '"num_qo_heads":4', '"num_qo_heads":8'),
         ("model.num_kv_heads", '"num_kv_heads":2', '"num_kv_heads":1'),
-        ("model.head_dim", '"head_dim":64', '"head_dim":60'),
+        ("model.head_dim", '"head_dim":64,"num', '"head_dim":60,"num'),
+        ("model.v_head_dim", '"v_head_dim":64', '"v_head_dim":60'),
+        ("model.config_hash", '"config_hash":"', '"config_hash":"0'),
+        ("model.weight_digest", '"weight_digest":null', '"weight_digest":"0"'),
         ("model.rope", '"rope_theta":50000.0', '"rope_theta":60000.0'),
     ],
 )
@@ -197,14 +200,23 @@ def test_missing_parts(tmp_path):
     artifact = make()
     del artifact.layers[1]
     save(artifact, tmp_path / "a.safetensors")
-    with pytest.raises(ArtifactError, match="layers.1.k_transform is missing"):
+    words = "expected transforms of all 2 layers, found none of layer 1; give --oscar-allow-native-layers"
+    with pytest.raises(ArtifactError, match=words):
         load(tmp_path / "a.safetensors")
+    loaded = load(tmp_path / "a.safetensors", native_layers=True)
+    assert loaded.native_layers == [1] and sorted(loaded.layers) == [0]
+    with pytest.raises(ArtifactError, match="expected transforms of at least one layer, found none"):
+        save(make(layers={}), tmp_path / "none.safetensors")
+    save(make(layers=make().layers | {2: make().layers[0]}), tmp_path / "more.safetensors")
+    with pytest.raises(ArtifactError, match="expected layers 0 to 1, got layer 2"):
+        load(tmp_path / "more.safetensors", native_layers=True)
     k_only = make()
     for layer in k_only.layers.values():
         layer.v_transform = layer.v_clip = None
     save(k_only, tmp_path / "k.safetensors")
-    with pytest.raises(ArtifactError, match="layers.0.v_transform is missing"):
-        load(tmp_path / "k.safetensors")
+    for allowed in (False, True):  # half a layer is never meant
+        with pytest.raises(ArtifactError, match="layers.0.v_transform is missing"):
+            load(tmp_path / "k.safetensors", native_layers=allowed)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +260,7 @@ def test_weights_are_part_of_the_identity(tmp_path):
         ("k_transform", torch.full((2, 64, 64), float("nan")), "finite"),
         ("k_levels", torch.tensor([[-1.5, 0.5, -0.5, 1.5]] * 2), "ascending"),
         ("k_levels", torch.tensor([[-1.5, -0.4521, 0.5, 1.5]] * 2), "1/256"),
+        ("k_shaping", torch.ones(2, 64, 64), "below the diagonal"),
     ],
 )
 def test_an_artifact_that_does_not_hold_together_is_not_written(tmp_path, field, value, words):

@@ -38,8 +38,9 @@ def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_capture_is_what_attention_sees(family, make_model):
+def test_capture_is_what_attention_sees(family, make_model, monkeypatch):
     """K and V equal the model's own cache, and attention over what was captured gives the captured output."""
+    monkeypatch.setattr("oscar.capture._QUERIES_AT_ONCE", 16)  # three tiles where scores are formed
     model, ids = make_model(family), random_ids(1, 40)
     seen = captures(model, ids)
     assert [c.layer_id for c in seen] == [0, 1]
@@ -111,7 +112,7 @@ def test_same_inputs_same_bytes(tiny_models, tmp_path):
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
 def test_artifact_loads_for_its_model(name, tiny_models, tmp_path):
     folder = tiny_models(name)
-    artifact = calibrate(quick(folder))
+    artifact = calibrate(quick(folder, method="oscar"))
     artifacts.save(artifact, tmp_path / "a")
     loaded = artifacts.load(tmp_path / "a", artifacts.ModelIdentity.from_path(folder))
     held_out = loaded.provenance["held_out"]
@@ -221,6 +222,31 @@ def test_model_text_is_what_plain_sampling_gives(make_model, make_tokenizer, mon
         assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(ours, plain, strict=True))
 
 
+def test_sequences_are_as_long_as_the_context(tiny_models, tmp_path, monkeypatch):
+    """The model's context length, unless it or the budget is longer than the cap, or the user says."""
+    (tmp_path / "t.txt").write_text(PROSE * 100)
+
+    def longest(**changes) -> int:
+        options = CalibrationOptions(tiny_models(), text=(tmp_path / "t.txt",), tokens=2000, progress=False, **changes)
+        return calibrate(options).provenance["longest_sequence"]
+
+    assert longest() == 512 and longest(max_length=4096) == 512 and longest(max_length=100) == 100
+    monkeypatch.setattr("oscar.config.LONGEST_SEQUENCE", 300)
+    assert longest() == 300
+
+
+def test_skipped_layers_change_nothing_in_the_others(tiny_models):
+    whole, part = (
+        calibrate(quick(tiny_models(), clip="search")),
+        calibrate(quick(tiny_models(), clip="search", skip_layers=(0,))),
+    )
+    assert part.native_layers == [0] and whole.native_layers == []
+    for name, tensor in vars(part.layers[1]).items():
+        assert tensor is None or torch.equal(tensor, getattr(whole.layers[1], name))
+    held_out = [a.provenance["held_out"]["layers"] for a in (whole, part)]
+    assert held_out[1] == {"1": held_out[0]["1"]}
+
+
 def test_share_keeps_sequences_long_and_holds_a_tenth_out():
     assert text.share(16384, 4096) == [(4096, False)] * 3 + [(2458, False), (1638, True)]
     assert text.share(100, 4096) == [(90, False), (10, True)]
@@ -238,6 +264,15 @@ def test_text_files_of_any_size(repeats, tmp_path, make_tokenizer):
     assert [(len(s.tokens), s.held_out) for s in taken] == text.share(total, 128)
     if 10 * repeats <= 1024:
         assert tokenizer.decode(torch.cat([s.tokens for s in taken])) == file.read_text(encoding="utf-8")
+
+
+def test_text_is_read_in_parts(make_tokenizer, monkeypatch):
+    """Cut before spaces, or where there is none; with a tokenizer of bytes nothing shows."""
+    tokenizer, words = make_tokenizer(), "some words of a text and averyverylongword to end with"
+    monkeypatch.setattr(text, "_PART_CHARS", 9)
+    assert tokenizer.decode(text.token_ids(tokenizer, words)) == words
+    assert tokenizer.decode(text.token_ids(tokenizer, words, limit=20)) == words[:20]
+    assert len(text.token_ids(tokenizer, "")) == 0
 
 
 def test_mix_and_the_worse_source_are_said(tiny_models, tmp_path):
@@ -313,6 +348,38 @@ def test_bad_text_is_found_before_the_model_is_loaded(tiny_models, tmp_path, mon
         calibrate(quick(tiny_models(), text=(tmp_path / "t.txt",)))
 
 
+@pytest.mark.parametrize(
+    "method, share_of_error, sides",
+    [("oscar", 0.5, ["k", "v"]), ("oscar-shaped", 0.7, [])],  # which does not aim at these two
+)
+def test_one_transform_each_halves_the_error_of_unrelated_heads(
+    method, share_of_error, sides, tmp_path, make_model, make_tokenizer
+):
+    """A model whose two KV heads each have one strong direction of their own, in K (where queries have it too) and in V.
+
+    K's lies in channels that RoPE hardly turns. Sharing costs many times the error, and is warned about.
+    """
+    model, generator = make_model("Llama", head_dim=64, rope_theta=1e9), torch.Generator().manual_seed(5)
+    slow = torch.tensor([*range(16, 32), *range(48, 64)])
+    with torch.no_grad():
+        k_basis, v_basis = torch.zeros(2, 64), torch.randn(2, 64, generator=generator)
+        k_basis[:, slow] = torch.randn(2, 32, generator=generator)
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            for projection, basis in ((attention.q_proj, k_basis), (attention.k_proj, k_basis), (attention.v_proj, v_basis)):
+                weight = projection.weight.view(2, -1, 64, 48).mul_(0.002)
+                strong = torch.randn(*weight.shape[:2], 1, 48, generator=generator)
+                weight += torch.nn.functional.normalize(basis, dim=-1)[:, None, :, None] * strong
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    options = {"method": method, "sink_tokens": 4, "recent_tokens": 16}
+    own, shared = (calibrate(quick(tmp_path, share_heads=s, **options)) for s in (False, True))
+    for name in (*sides, "attention", "served"):
+        assert own.provenance["held_out"]["all"][name] < share_of_error * shared.provenance["held_out"]["all"][name], name
+    assert not any("share one transform" in line for line in warnings(own))
+    assert any("share one transform" in line for line in warnings(shared))
+
+
 def test_halves():
     held_out = [text.Sequence(torch.arange(n), "s", True) for n in (5, 1, 8)]
     first, second = halves(held_out)
@@ -362,7 +429,8 @@ def test_searched_artifact(tiny_models):
 def test_output_projection_is_found(family, make_model):
     model = make_model(family)
     for capture, layer in zip(captures(model, random_ids(1, 8)), model.model.layers, strict=True):
-        assert capture.output_weight is layer.self_attn.o_proj.weight
+        projection = layer.self_attn.dense if family == "Phi" else layer.self_attn.o_proj
+        assert capture.output_weight is projection.weight
 
 
 def test_shape_of_rows():

@@ -93,15 +93,15 @@ def test_quiet_is_quiet(tiny_models, tmp_path, capsys):
 
 def test_defaults_are_the_config(tiny_models):
     options = cli.build_parser().parse_args(["calibrate", "--model", "m", "--output", "o"])
-    assert (options.tokens, options.max_length) == (config.DEFAULT_CALIBRATION_TOKENS, config.DEFAULT_MAX_LENGTH)
+    assert (options.tokens, options.max_length) == (config.DEFAULT_CALIBRATION_TOKENS, None)
     assert (options.sink_tokens, options.recent_tokens) == (config.DEFAULT_SINK_TOKENS, config.DEFAULT_RECENT_TOKENS)
     assert (options.method, options.seed, options.share_heads) == (config.DEFAULT_METHOD, config.DEFAULT_SEED, False)
 
 
 def test_methods_are_those_of_transform():
-    from oscar import arguments, calibrate, transform
+    from oscar import arguments, options, transform
 
-    assert sorted(arguments.METHODS) == sorted(transform.METHODS) and arguments.CLIPS == calibrate.CLIPS
+    assert sorted(arguments.METHODS) == sorted(transform.METHODS) and arguments.CLIPS == options.CLIPS
 
 
 def test_inspect(made, capsys):
@@ -128,6 +128,24 @@ def test_plan(tiny_models, capsys):
     assert row["bytes"] == 100000 * 292 + 384 * 2056 and row["requests"] == 2**30 // row["bytes"]
     assert run(*arguments) == 0
     assert "7.01 times fewer" in capsys.readouterr().out
+
+
+def test_layers_in_16_bits(tiny_models, tmp_path, capsys):
+    file, model = tmp_path / "a", tiny_models(head_dim=128)
+    assert run("plan", "--model", model, "--skip-layers", "1", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes_per_token"] == 2 * 2 * 36 + 2 * 2 * 256 + 4 and found["bits_per_element"] == (2.25 + 16) / 2
+    assert run(*calibrate_with(model, file, "--skip-layers", "1")) == 0
+    assert "no transforms of layers 1; they stay in 16 bits" in capsys.readouterr().out
+    assert run("inspect", file, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["native_layers"] == [1] and shown["bytes_per_token"] == found["bytes_per_token"]
+    assert sorted(shown["provenance"]["held_out"]["layers"]) == ["0"]
+    assert "found none of layer 1" in fails(capsys, "verify", file)
+    assert run("verify", file, "--allow-native-layers") == 0
+    assert "layers 1 stay in 16 bits" in capsys.readouterr().out
+    for layers, words in (("2", "expected layers from 0 to 1, got 2"), ("0,1", "fewer than all 2 layers"), ("x", "got 'x'")):
+        assert words in fails(capsys, *calibrate_with(model, file, "--skip-layers", layers))
 
 
 def test_help_says_units_and_defaults(capsys):

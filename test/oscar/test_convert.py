@@ -1,5 +1,6 @@
 """Public rotation files: every layout reads the same, and nothing in a file is believed or run."""
 
+import json
 import os
 import pickle
 
@@ -127,6 +128,17 @@ def test_bad_content(k, words, files, tiny_models):
         convert(*files(k), tiny_models())
 
 
+def test_missing_layers_stay_in_16_bits_if_allowed(files, tiny_models):
+    k, v = content(rotations(None)), content(rotations(None, 1), objective="sst_r_h_pbr")
+    del k["layers"][0]
+    with pytest.raises(ConvertError, match=r"got 1 \(1 to 1\), without layer 0; --allow-native-layers keeps those in 16 bits"):
+        convert(*files(k, v), tiny_models())
+    with pytest.raises(ConvertError, match="expected the same layers as in .*, but layer 0 is in one of them only"):
+        convert(*files(k, v), tiny_models(), allow_native_layers=True)
+    del v["layers"][0]
+    assert convert(*files(k, v), tiny_models(), allow_native_layers=True).native_layers == [0]
+
+
 def test_twice_the_same_layer(files, tiny_models):
     k = content(rotations(None))
     k["layers"] |= {"1": k["layers"][1]}
@@ -148,6 +160,9 @@ def test_commands(files, tiny_models, tmp_path, capsys):
     arguments = ["convert", *map(str, files()), "--model", model, "--output", str(output)]
     assert cli.main(arguments) == 0
     assert "share one transform" in capsys.readouterr().out
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["method"] == METHOD and found["file_bytes"] == output.stat().st_size
     assert cli.main(["verify", str(output), "--model", model]) == 0
     printed = capsys.readouterr().out
     assert "whole and unchanged, 2 layers of method rotation-files" in printed and "made for" in printed

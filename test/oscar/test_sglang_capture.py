@@ -10,10 +10,13 @@ from oscar import sglang_capture
 from oscar.artifact import ModelIdentity
 from oscar.calibrate import CALIBRATION_ERRORS, CalibrationOptions, check
 from oscar.sglang_capture import Engine, EngineError, merge
-from oscar.statistics import MomentSums
+from oscar.statistics import MomentSums, output_moment
 from oscar.text import Sequence
 
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "hidden_size": 64}
+
+WEIGHT = torch.randn(64, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+"""W_O: hidden size, query heads x head_dim."""
 
 
 def tensors(num_tokens: int = 30) -> list[torch.Tensor]:
@@ -33,6 +36,10 @@ def write_ranks(folder, tp_size: int, num_tokens: int = 30, missing_layer: bool 
         sums.add(q[:, mine], k[:, kv], v[:, kv], output[:, mine])
         layers = (0,) if missing_layer else (0, 1)
         found = {f"layers.{i}.{name}": x.clone() for i in layers for name, x in sums.sums.items()}
+        found |= {
+            f"layers.{i}.output_moment": output_moment(WEIGHT[:, 8 * mine.start : 8 * mine.stop], kv.stop - kv.start, 8)
+            for i in layers
+        }
         files.append(folder / f"rank-{rank}.safetensors")
         save_file(found, files[-1], {"counts": json.dumps(dict.fromkeys(layers, num_tokens))})
     return files
@@ -48,6 +55,7 @@ def test_ranks_make_the_whole(tp_size, tmp_path):
     for layer in found.values():
         finished = layer.finish()
         assert finished.num_tokens == 30
+        torch.testing.assert_close(finished.output_moment, output_moment(WEIGHT, 4, 8), atol=1e-12, rtol=1e-12)
         for name in whole.sums:
             torch.testing.assert_close(getattr(finished, name), getattr(expected, name), atol=1e-12, rtol=1e-12)
 
@@ -82,8 +90,7 @@ def test_an_engine_that_fails(monkeypatch):
         ({"tp": 2}, "--tp and --engine-args are for --backend sglang"),
         ({"backend": "sglang"}, "expected --text, got none"),
         ({"backend": "sglang", "text": ("t",), "tp": 0}, "tp must be positive"),
-        ({"backend": "sglang", "text": ("t",), "clip": "search"}, "does not support --clip search"),
-        ({"backend": "sglang", "text": ("t",), "method": "oscar-surrogate"}, "oscar-surrogate needs it twice"),
+        ({"backend": "sglang", "text": ("t",), "device": "cpu"}, "does not support --device"),
     ],
 )
 def test_what_is_refused(changes, message, tiny_models, tmp_path, monkeypatch):

@@ -24,6 +24,15 @@ def test_groups_unequal_heads_and_lossless():
     assert sizing.bytes_per_request(1, 1, 128, 128, 0, 16, item_bytes=4) == 16 * (1024 + 8)
 
 
+def test_native_layers_by_hand():
+    """Layers of 2 KV heads, 128 wide: 144 bytes a token in 2 bits, 1,024 in 16."""
+    row = RowFormat(128)
+    assert sizing.bytes_per_token(4, 2, row, row, native_layers=1) == 3 * 144 + 1024 + 4
+    assert sizing.bytes_per_token(4, 2, row, row, 4) == sizing.bytes_per_token_16_bit(4, 2, 128, 128) + 4
+    assert sizing.bits_per_element(row, row, native_share=0.25) == 0.75 * 2.25 + 0.25 * 16
+    assert LosslessFormat(128, "bfloat16").row_bytes == 256 and LosslessFormat(128, "bfloat16").bits_per_element == 16
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 def test_ranks_add_up_to_the_whole_but_for_the_maps(heads):
     row = RowFormat(128)

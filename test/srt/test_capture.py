@@ -1,6 +1,6 @@
 """Statistics and errors taken inside SGLang equal those taken through Transformers, on one rank and on two."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -9,9 +9,10 @@ pytest.importorskip("sglang")
 
 from oscar.artifact import Artifact, LayerTransforms, ModelIdentity
 from oscar.capture import capturing
+from oscar.clip_search import ClipSearch
 from oscar.heldout import LayerErrorSums, total
-from oscar.sglang_capture import Engine, capture, measure
-from oscar.statistics import MomentSums
+from oscar.sglang_capture import Engine, capture, measure, search_clip, surrogate
+from oscar.statistics import MomentSums, SurrogateSums, output_moment
 from oscar.text import Sequence
 
 LENGTHS = (300, 1, 77)  # the first in three chunks
@@ -63,15 +64,19 @@ def test_statistics_equal_the_other_capture(tp_size, model, sequences):
         for s in sequences:
             run(s.tokens.unsqueeze(0))
     for i in range(2):
+        weight = made.model.layers[i].self_attn.o_proj.weight
+        expected[i].output_moment = output_moment(weight, 2, 64)
         a, b = found[i].finish(), expected[i].finish()
         assert a.num_tokens == b.num_tokens == sum(LENGTHS)  # no warm-up, no decoded token
+        torch.testing.assert_close(a.output_moment, b.output_moment, atol=1e-12, rtol=1e-12)
         for name in ("q_moment", "k_moment", "k_mean", "v_moment", "v_mean", "v_score_moment"):
             x, y = getattr(a, name), getattr(b, name)
             assert (x - y).norm() < 1e-5 * y.norm(), (i, name)
 
 
-def test_errors_equal_the_other_capture(model, sequences):
-    made, folder, identity = model
+@pytest.fixture(scope="module")
+def artifact(model):
+    """Random rotations."""
     generator = torch.Generator().manual_seed(2)
     layers = {
         i: LayerTransforms(
@@ -81,7 +86,39 @@ def test_errors_equal_the_other_capture(model, sequences):
         )
         for i in range(2)
     }
-    artifact = Artifact(identity, "test", 64, "float16", 4, 16, 1, layers)
+    return Artifact(model[2], "test", 64, "float16", 4, 16, 1, layers)
+
+
+def test_surrogate_equals_the_other_capture(model, sequences):
+    made, folder, identity = model
+    q = torch.randn(2, 2, 64, 64, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    q_moments = dict(enumerate(q @ q.mT))
+    found = surrogate(identity, Engine(folder, 2, "float32", {"chunked_prefill_size": 128}), sequences, q_moments)
+    expected = {i: SurrogateSums(i, moment) for i, moment in q_moments.items()}
+    with capturing(made, lambda c: expected[c.layer_id].add(*c.tokens()[1:3])) as run:
+        for s in sequences:
+            run(s.tokens.unsqueeze(0))
+    for i in range(2):
+        assert (found[i] - expected[i].finish()).norm() < 1e-5 * found[i].norm()
+
+
+def test_clip_search_equals_the_other_capture(model, sequences, artifact):
+    """One layer is left out: it is neither searched nor missed."""
+    made, folder, _ = model
+    part = replace(artifact, layers={1: artifact.layers[1]})
+    found = search_clip(part, Engine(folder, 2, "float32"), sequences)
+    expected = ClipSearch(part.layers[1], part.k_format, part.v_format, 4, 16)
+    with capturing(made, lambda c: expected.add(c) if c.layer_id == 1 else None) as run:
+        for s in sequences:
+            run(s.tokens.unsqueeze(0))
+    best = expected.best()
+    assert list(found) == [1]
+    assert torch.equal(found[1].k_clip, best.k_clip) and torch.equal(found[1].v_clip, best.v_clip)
+
+
+def test_errors_equal_the_other_capture(model, sequences, artifact):
+    made, folder, _ = model
+    layers = artifact.layers
     found = measure(artifact, Engine(folder, 2, "float32"), sequences)
     assert list(found) == ["a.txt", "b.c.txt"]
     for source, by_layer in found.items():

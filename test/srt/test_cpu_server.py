@@ -1,17 +1,9 @@
 """Real servers on the CPU platform with a tiny random model: stock SGLang starts, quietly, and two ranks answer as one."""
 
-import contextlib
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-
 import pytest
 import torch
+
+from oscar.local_server import LocalServer
 
 PROMPTS = ["hello", "The quick brown fox jumps over the lazy dog. " * 4, "1 2 3 4 5 6"]
 
@@ -50,48 +42,20 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-@contextlib.contextmanager
-def server(log, *arguments, seconds=400):
-    """Run `python -m sglang.launch_server`, yield its address when it answers, stop it by its process group."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
-    environment["OMP_NUM_THREADS"] = "1"
-    with open(log, "w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
-    try:
-        end = time.monotonic() + seconds
-        while "ready to roll" not in log.read_text():
-            assert process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
-            time.sleep(0.3)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def generate(address):
+def generate(server):
     """Greedy tokens of `PROMPTS`, sent as one batch."""
-    body = {"text": PROMPTS, "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}}
-    request = urllib.request.Request(
-        f"{address}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return [item["output_ids"] for item in json.load(answer)]
+    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    return [item["output_ids"] for item in server.post("/generate", text=PROMPTS, sampling_params=sampling)]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the CPU platform is for machines without an accelerator")
 def test_stock_serves_on_a_plain_cpu_and_two_ranks_answer_as_one(model, tmp_path):
-    common = ("--model-path", model, "--dtype", "float32", "--kv-quant", "none")
     answers = []
-    for name, arguments in {"one": (), "two": ("--tp-size", "2")}.items():
-        log = tmp_path / f"{name}.log"
-        with server(log, *common, *arguments) as address:
-            answers.append(generate(address))
-        text = log.read_text()
+    for ranks in (1, 2):
+        flags = ("--dtype", "float32", "--kv-quant", "none", "--tp-size", ranks)
+        with LocalServer(model, *flags, log=tmp_path / f"{ranks}.log", env={"OMP_NUM_THREADS": "1"}) as server:
+            answers.append(generate(server))
+        text = server.log.read_text()
         for alarm in ("Traceback", "Warning:", "Ignore import error", "Cannot detect", "RLIMIT", "larger than numa"):
             assert alarm not in text, text
     assert answers[0] == answers[1]

@@ -63,7 +63,7 @@ def found_artifact(monkeypatch, tmp_path):
     path = tmp_path / "found.safetensors"
     path.write_bytes(b"x")
     monkeypatch.setattr(artifact, "find", lambda folder, identity: path)
-    monkeypatch.setattr(artifact, "load", lambda path, model=None: Found)
+    monkeypatch.setattr(artifact, "load", lambda path, model=None, native_layers=False: Found)
     return path
 
 
@@ -159,7 +159,7 @@ def test_hnd_layout_is_refused(model, monkeypatch):
 def test_flag_without_kv_quant_is_refused(model):
     for name, _, _, choices, _ in early.FLAGS[1:]:
         flag = "--" + name.replace("_", "-")
-        value = [] if name == "oscar_debug_checks" else [choices[0] if choices else "3"]
+        value = [] if name in ("oscar_debug_checks", "oscar_allow_native_layers") else [choices[0] if choices else "3"]
         sentence = refusal("--model-path", model, flag, *value)
         assert flag in sentence and "--kv-quant oscar" in sentence
 
@@ -207,6 +207,19 @@ def test_artifact_that_is_not_there_or_no_artifact(model, tmp_path):
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"not an artifact")
     assert "broken.safetensors" in refusal(*start, str(broken))
+
+
+def test_missing_layers_need_the_flag(model, tmp_path):
+    one = torch.ones(2)
+    eye = torch.eye(128).expand(2, 128, 128)
+    identity = artifact.ModelIdentity.from_path(model)
+    layers = {1: artifact.LayerTransforms(eye, eye, one, one)}
+    path = tmp_path / "part.safetensors"
+    artifact.save(artifact.Artifact(identity, "identity", 128, "float16", 4, 16, 0, layers), path)
+    start = ("--model-path", model, "--kv-quant", "oscar", "--oscar-artifact", str(path))
+    sentence = refusal(*start)
+    assert "found none of layer 0; give --oscar-allow-native-layers" in sentence and str(path) in sentence
+    assert resolve.settings_of(resolved(*start, "--oscar-allow-native-layers")).allow_native_layers
 
 
 @pytest.mark.parametrize(("content", "told"), [(b"", "empty"), (b" \n", "empty"), (b"\x00\x01\xff\xfe" * 99, "not UTF-8")])
@@ -330,6 +343,7 @@ def expected(path, **changes):
             "recent_tokens": 16,
             "codec": "int2",
             "debug_checks": False,
+            "allow_native_layers": False,
             **changes,
         }
     )

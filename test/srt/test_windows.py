@@ -40,6 +40,10 @@ class Engine:
         rows = self.windows.assign(
             torch.full_like(loc, request), torch.tensor(positions), torch.full_like(loc, seq_len), loc, num_sinks
         )
+        self.windows.reserve_sinks(torch.tensor([request]), [seq_len])
+        self.note(slots, rows)
+
+    def note(self, slots, rows):
         for slot, row in zip(slots, rows.tolist(), strict=True):
             self.clock += 1
             self.content[slot] = self.clock
@@ -64,11 +68,12 @@ class Engine:
         self.req_to_token[request, : len(slots)] = torch.tensor(slots)
         plan = self.windows.plan(self.req_to_token, torch.tensor([request]), [len(hit)])
         self.check(plan)
-        self.windows.note_prefixes(plan, torch.tensor([request]), [0])
+        self.windows.note_prefixes(plan.window_rows[:, :SINK], [len(hit)], torch.tensor([request]), [0])
         self.write(request, list(range(len(hit), len(slots))), len(slots), new)
         self.live[request] = slots
 
     def step(self):
+        """A decode step of all live requests, padded as a graph's batch is."""
         for request, slots in list(self.live.items()):
             new = self.alloc(1)
             if new is None:
@@ -76,7 +81,14 @@ class Engine:
                 continue
             slots += new
             self.req_to_token[request, len(slots) - 1] = new[0]
-            self.write(request, [len(slots) - 1], len(slots), new)
+        if not self.live:
+            return
+        requests, new = list(self.live), [slots[-1] for slots in self.live.values()]
+        lens = [len(slots) for slots in self.live.values()]
+        pad = REQUESTS - len(requests)
+        rows = self.windows.assign_decode(*(torch.tensor(x + [y] * pad) for x, y in ((requests, 0), (lens, 1), (new, 0))))
+        assert (rows[len(requests) :] == self.windows.no_row).all() and self.windows.row_of_slot[0] == -1
+        self.note(new, rows[: len(requests)])
 
     def finish(self, request):
         slots = self.live.pop(request)
@@ -137,7 +149,7 @@ def test_live_requests_keep_their_sinks_whatever_comes():
         windows.clear_slots(slots)
         req_to_token[request, :n] = slots.int()
         plan = windows.plan(req_to_token, torch.tensor([request]), [0])
-        windows.note_prefixes(plan, torch.tensor([request]), [0])
+        windows.note_prefixes(plan.window_rows[:, :SINK], [0], torch.tensor([request]), [0])
         windows.assign(torch.full((n,), request), torch.arange(n), torch.full((n,), n), slots, SINK)
 
     run(1, 1, 60)
@@ -146,6 +158,21 @@ def test_live_requests_keep_their_sinks_whatever_comes():
         run(3 + i % 4, 200 + 20 * (i % 100), 20)
     plan = windows.plan(req_to_token, torch.tensor([1, 2]), [60, 60])
     assert plan.window_mask.all()
+
+
+def test_short_prompts_get_their_sinks_in_decode():
+    """A prompt of one token holds rows for the sinks that its decode steps will write, whatever else takes rows meanwhile."""
+    engine = Engine(0)
+    for request in range(1, REQUESTS + 1):
+        engine.live[request] = engine.alloc(1)
+        engine.req_to_token[request, 0] = engine.live[request][0]
+        engine.write(request, [0], 1, engine.live[request])
+    for n in range(2, SINK + RECENT + 6):
+        engine.step()
+        lens = [n] * REQUESTS
+        plan = engine.windows.plan(engine.req_to_token, torch.arange(1, REQUESTS + 1), lens)
+        assert plan.window_mask.sum(1).tolist() == [min(n, SINK + RECENT)] * REQUESTS
+        engine.check(plan)
 
 
 def test_short_sequences_are_exact_and_windows_have_the_right_edges():

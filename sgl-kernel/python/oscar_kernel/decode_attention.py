@@ -36,7 +36,13 @@ def decode_attention(
     Returns:
         [bs, num_qo_heads, v_head_dim] float32.
     """
-    if choose("decode_attention", impl, isa, cache, codec, q) == "cpu":
+    chosen = choose("decode_attention", impl, isa, cache, codec, q)
+    if chosen == "triton":
+        from oscar_kernel import triton_decode, triton_plan
+
+        made = triton_plan.from_read_plan(plan, cache.k_buffer.shape[1])
+        return triton_decode.decode_attention(q, cache, codec, made, sm_scale, logit_cap)
+    if chosen == "cpu":
         return cpu.decode_attention(q, cache, codec, plan, sm_scale, logit_cap, isa)
     return decode_attention_ref(q, cache, codec, plan, sm_scale, logit_cap)
 

@@ -45,7 +45,13 @@ def extend_attention(
     Returns:
         [num_tokens, num_qo_heads, v_head_dim] float32.
     """
-    if choose("extend_attention", impl, isa, cache, codec, q) == "cpu":
+    chosen = choose("extend_attention", impl, isa, cache, codec, q)
+    if chosen == "triton":
+        from oscar_kernel import triton_extend, triton_plan
+
+        made = triton_plan.from_read_plan(plan, cache.k_buffer.shape[1])
+        return triton_extend.extend_attention(q, k_new, v_new, qo_indptr, cache, codec, made, sm_scale, logit_cap)
+    if chosen == "cpu":
         return cpu.extend_attention(q, k_new, v_new, qo_indptr, cache, codec, plan, sm_scale, logit_cap, isa)
     return extend_attention_ref(q, k_new, v_new, qo_indptr, cache, codec, plan, sm_scale, logit_cap)
 

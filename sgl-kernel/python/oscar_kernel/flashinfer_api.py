@@ -20,7 +20,7 @@ from torch import Tensor
 from oscar_kernel import triton_decode, triton_extend, triton_plan
 from oscar_kernel.layer import LayerCache, LayerCodec
 from oscar_kernel.triton_common import prepare
-from oscar_kernel.triton_tuning import Launch
+from oscar_kernel.triton_tuning import Launch, architecture
 
 
 class _Paged:
@@ -94,7 +94,8 @@ class BatchDecodeWithPagedInt2KVCache(_Paged):
             num_qo_heads, num_kv_heads, head_dim: geometry on this rank. page_size: slots of a page.
             sm_scale: factor on the logits; None: head_dim^-0.5. logits_soft_cap: 0 for none.
         """
-        head_blocks = num_kv_heads * triton_decode.head_block(num_qo_heads // num_kv_heads)[1]
+        card = architecture(self.device)
+        head_blocks = num_kv_heads * triton_decode.head_block(num_qo_heads // num_kv_heads, card)[1]
         self._plan(indptr, indices, last_page_len, head_blocks, page_size)
         self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
         self.logits_soft_cap = logits_soft_cap

@@ -19,6 +19,7 @@ class ReadPlan:
         window_mask: [bs, sink_tokens + recent_tokens] bool, window rows to read.
         window_positions: [bs, sink_tokens + recent_tokens] int64, positions they stand for.
         kv_lens: per sequence, on the host.
+        sink_tokens: how many of the window entries are sinks.
 
     Every position below a sequence's length is in exactly one of the two masks.
     """
@@ -29,6 +30,7 @@ class ReadPlan:
     window_mask: Tensor
     window_positions: Tensor
     kv_lens: list[int]
+    sink_tokens: int = 0
 
 
 def plan_read(
@@ -78,4 +80,5 @@ def plan_read(
 
     packed_mask = torch.cat((inside, inside.new_zeros(len(kv_lens), 1)), dim=1)
     packed_mask.scatter_(1, torch.where(valid, window, max_kv_len), False)
-    return ReadPlan(slots, packed_mask[:, :max_kv_len], torch.where(valid, rows, no_row), valid, window, list(kv_lens))
+    rows = torch.where(valid, rows, no_row)
+    return ReadPlan(slots, packed_mask[:, :max_kv_len], rows, valid, window, list(kv_lens), sink_tokens)

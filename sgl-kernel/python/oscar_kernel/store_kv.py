@@ -35,7 +35,12 @@ def store_kv(
     Returns:
         k', v': the transformed rows in window_dtype, for attention among the new tokens.
     """
-    if choose("store_kv", impl, isa, cache, codec, k, v) == "cpu":
+    chosen = choose("store_kv", impl, isa, cache, codec, k, v)
+    if chosen == "triton":
+        from oscar_kernel import triton_store
+
+        return triton_store.store_kv(k, v, loc, window_rows, cache, codec)
+    if chosen == "cpu":
         return cpu.store_kv(k, v, loc, window_rows, cache, codec, isa)
     return store_kv_ref(k, v, loc, window_rows, cache, codec)
 

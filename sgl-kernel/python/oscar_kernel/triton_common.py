@@ -41,7 +41,7 @@ class Planes:
     Args:
         dim: elements in a row. quarter: Q. group: elements that share (centre, step). piece: channels of a piece.
         width: elements that hold half a piece. cuts: pieces in a plane. row_bytes: bytes of a row.
-        meta_bf16: type of centre and step.
+        meta_bf16: type of centre and step. native: a row is its bfloat16 numbers, of a layer that stays in 16 bits.
     """
 
     dim: int
@@ -52,25 +52,28 @@ class Planes:
     cuts: int
     row_bytes: int
     meta_bf16: bool
+    native: bool = False
 
     @classmethod
     def of(cls, fmt: RowFormat | LosslessFormat) -> Planes:
         """Raises ValueError for a row the kernels cannot read."""
-        if isinstance(fmt, LosslessFormat):
+        native = isinstance(fmt, LosslessFormat)
+        if native and fmt.dtype != "bfloat16":
             raise ValueError("oscar_kernel (Triton): the lossless debug format runs on the PyTorch reference only")
         if fmt.head_dim % 16:
             raise ValueError(f"oscar_kernel (Triton): head_dim must be a multiple of 16, got head_dim={fmt.head_dim}")
-        quarter = fmt.head_dim // 4
-        piece = math.gcd(quarter, fmt.group_size)
+        quarter, group = fmt.head_dim // 4, fmt.head_dim if native else fmt.group_size
+        piece = math.gcd(quarter, group)
         return cls(
             dim=fmt.head_dim,
             quarter=quarter,
-            group=fmt.group_size,
+            group=group,
             piece=piece,
             width=max(16, next_power_of_2(piece // 2)),
             cuts=quarter // piece,
             row_bytes=fmt.row_bytes,
-            meta_bf16=fmt.meta_dtype == "bfloat16",
+            meta_bf16=not native and fmt.meta_dtype == "bfloat16",
+            native=native,
         )
 
     @property
@@ -92,10 +95,12 @@ class LayerTensors:
         k_index, v_index: [num_kv_heads] int32, rank of the clip threshold among a row's |x|.
         k_cuts, v_cuts: [num_kv_heads, 3] float32 thresholds in units of step, or None for the uniform grid.
         k_levels, v_levels: [num_kv_heads, 4] float16 levels in units of step (multiples of 1/256 below 4 are exact), or None.
-        k_transform, v_transform: [num_kv_heads, dim, dim] float64, contiguous, or None (V folded).
+        k_transform, v_transform: [num_kv_heads, dim, dim], contiguous, or None (V folded). float32 where that is exact, as an
+        artifact's are: a decode step reads half the bytes; else float64.
         q_transform: [num_kv_heads, head_dim, head_dim] float32.
         v_inverse: [num_kv_heads, v_head_dim, v_head_dim] float32, or None (V folded).
         k_mean, v_mean: [num_kv_heads, dim] float64 or None. v_mean_out: v_mean in float32, or None.
+        k_shaping, v_shaping: [num_kv_heads, dim, dim] float32, contiguous, or None (every channel is rounded alone).
     """
 
     k: Planes
@@ -113,6 +118,8 @@ class LayerTensors:
     k_mean: Tensor | None
     v_mean: Tensor | None
     v_mean_out: Tensor | None
+    k_shaping: Tensor | None
+    v_shaping: Tensor | None
 
 
 def prepare(codec: LayerCodec) -> LayerTensors:
@@ -127,6 +134,8 @@ def prepare(codec: LayerCodec) -> LayerTensors:
     if codec.window_dtype != torch.bfloat16:
         raise ValueError(f"oscar_kernel (Triton): window_dtype must be bfloat16, got {codec.window_dtype}")
     k, v = Planes.of(codec.k_format), Planes.of(codec.v_format)
+    if k.native != v.native:
+        raise ValueError("oscar_kernel (Triton): K and V of a layer must both be in 2 bits or both in 16")
     device = codec.q_transform.device
 
     def rank(clip_ratio: Tensor, dim: int) -> Tensor:
@@ -138,6 +147,10 @@ def prepare(codec: LayerCodec) -> LayerTensors:
     def as_type(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         return None if x is None else x.to(device, dtype).contiguous()
 
+    def transform(x: Tensor | None) -> Tensor | None:
+        exact = x is not None and torch.equal(x.float().double(), x.double())
+        return as_type(x, torch.float32 if exact else torch.float64)
+
     tensors = LayerTensors(
         k=k,
         v=v,
@@ -147,14 +160,16 @@ def prepare(codec: LayerCodec) -> LayerTensors:
         v_cuts=cuts(codec.v_levels),
         k_levels=as_type(codec.k_levels, torch.float16),
         v_levels=as_type(codec.v_levels, torch.float16),
-        k_transform=as_type(codec.k_transform, torch.float64),
-        v_transform=as_type(codec.v_transform, torch.float64),
+        k_transform=transform(codec.k_transform),
+        v_transform=transform(codec.v_transform),
         q_transform=as_type(codec.q_transform, torch.float32),
         v_inverse=as_type(codec.v_inverse, torch.float32),
         k_mean=as_type(codec.k_mean, torch.float64),
         # The reference takes a mean from values only where it transforms them, and adds it to every output.
         v_mean=None if codec.v_transform is None else as_type(codec.v_mean, torch.float64),
         v_mean_out=as_type(codec.v_mean, torch.float32),
+        k_shaping=None if k.native else as_type(codec.k_shaping, torch.float32),
+        v_shaping=None if v.native else as_type(codec.v_shaping, torch.float32),
     )
     codec.__dict__["_triton"] = tensors
     return tensors

@@ -22,13 +22,20 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from oscar.codec import RowFormat
-from oscar_kernel import triton_decode, triton_extend, triton_plan, triton_query, triton_store
+from oscar.capability import ARCHITECTURES
+from oscar.codec import LosslessFormat, RowFormat
+from oscar_kernel import triton_decode, triton_extend, triton_plan, triton_query, triton_shaping, triton_store
 from oscar_kernel.layer import LayerCache, LayerCodec
+from oscar_kernel.triton_tuning import assuming
 
-ARCHITECTURES = (80, 90, 100, 120)
+REPORTED = tuple(key for key, row in ARCHITECTURES.items() if row.in_report)
+"""Architectures of the report."""
+EVERY_CASE = ("sm_80", "sm_90", "sm_100", "sm_120")
+"""Those for which every case is lowered; the others get the main case."""
+
 KERNELS = {
     "store_kernel": (triton_store,),
+    "shaping_kernel": (triton_shaping,),
     "query_kernel": (triton_query,),
     "plan_kernel": (triton_plan,),
     "decode_kernel": (triton_decode,),
@@ -52,11 +59,11 @@ class Launch:
 
     @property
     def label(self) -> str:
-        """Name, and for the store kernel whether tokens share a program."""
-        if self.name != "store_kernel":
+        """Name, and for the store's kernels how many tokens share a program."""
+        if self.name not in ("store_kernel", "shaping_kernel"):
             return self.name
         tile = dict(zip((param.name for param in self.kernel.params), self.args, strict=True))["TILE"]
-        return f"store_kernel, {tile} token{'s' if tile > 1 else ''} a program"
+        return f"{self.name}, {tile} token{'s' if tile > 1 else ''} a program"
 
 
 @dataclass
@@ -64,7 +71,8 @@ class Lowered:
     """What the machine code of one launch uses.
 
     Args:
-        registers: of a thread. spill_bytes: local memory of a thread. shared_bytes: of a program. warps: of a program.
+        arch: key of ARCHITECTURES. registers: of a thread. spill_bytes: local memory of a thread. shared_bytes: of a program.
+        warps: of a program.
         global_loads: bytes of one load of one thread -> how many such instructions, asynchronous copies included.
         mma: matrix instruction -> how many. instructions: of the whole kernel.
         loop_instructions: of decode's loop over 2-bit rows, all warps of a program together, for 64 tokens; 0 elsewhere.
@@ -72,7 +80,7 @@ class Lowered:
 
     kernel: str
     case: str
-    arch: int
+    arch: str
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -130,26 +138,60 @@ def source_of(launch: Launch) -> ASTSource:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
-def lower(launch: Launch, arch: int, case: str = "") -> Lowered:
-    """Compile a recorded launch for one architecture and read what it uses."""
-    compiled = triton.compile(source_of(launch), target=GPUTarget("cuda", arch, 32), options=launch.options)
-    ptx = compiled.asm["ptx"]
+def lower(launch: Launch, arch: str, case: str = "") -> Lowered:
+    """Compile a launch that was recorded for an architecture, and read what it uses."""
+    backend, name, threads = ARCHITECTURES[arch].backend
+    compiled = triton.compile(source_of(launch), target=GPUTarget(backend, name, threads), options=launch.options)
+    read = _read_amd if backend == "hip" else _read_nvidia
+    return Lowered(launch.label, case, arch, **read(launch, compiled), shared_bytes=compiled.metadata.shared)
+
+
+def _read_nvidia(launch: Launch, compiled) -> dict:
+    ptx, warps = compiled.asm["ptx"], compiled.metadata.num_warps
     usage = _tool("cuobjdump", "-res-usage", compiled.asm["cubin"])
     # One function; its stack is where spilled registers go, but a stack that no instruction stores to holds none.
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     registers, stack, _, local = map(int, found.groups())
     sass = _instructions(_tool("nvdisasm", "-c", compiled.asm["cubin"]))
-    warps = compiled.metadata.num_warps
-    spilled = max(stack, local) if any("STL" in line for _, body in sass for line in body) else 0
     loop = 0
     if launch.name == "decode_kernel":
         block_n = dict(zip((p.name for p in launch.kernel.params), launch.args, strict=True))["BLOCK_N"]
         loop = _packed_loop(sass) * warps * 64 // block_n
-    mma = Counter(name.split(".row")[0].replace("sync.aligned.", "") + _types(name) for name in MMA.findall(ptx))
-    return Lowered(
-        launch.label, case, arch, registers, spilled, compiled.metadata.shared, warps, _load_widths(ptx), dict(mma),
-        sum(len(body) for _, body in sass), loop,
-    )  # fmt: skip
+    return {
+        "registers": registers,
+        "spill_bytes": max(stack, local) if any("STL" in line for _, body in sass for line in body) else 0,
+        "warps": warps,
+        "global_loads": _load_widths(ptx),
+        "mma": dict(Counter(name.split(".row")[0].replace("sync.aligned.", "") + _types(name) for name in MMA.findall(ptx))),
+        "instructions": sum(len(body) for _, body in sass),
+        "loop_instructions": loop,
+    }
+
+
+AMD_LOADS = {"ubyte": 1, "ushort": 2, "short_d16": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16,
+             "u8": 1, "u16": 2, "d16_b16": 2, "b32": 4, "b64": 8, "b96": 12, "b128": 16}  # fmt: skip
+"""Bytes of a load, by the end of its name on gfx9 and on gfx11."""
+
+
+def _read_amd(launch: Launch, compiled) -> dict:
+    code = compiled.asm["amdgcn"]
+
+    def figure(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", code).group(1))
+
+    loads = Counter()
+    for name in re.findall(r"^\s*(?:global|buffer|flat)_load_(\w+)", code, re.MULTILINE):
+        found = [size for end, size in AMD_LOADS.items() if name == end or name.startswith(end + "_")]
+        loads[max(found, default=0)] += 1
+    return {
+        "registers": figure("vgpr_count"),
+        "spill_bytes": 4 * (figure("vgpr_spill_count") + figure("sgpr_spill_count")),
+        "warps": compiled.metadata.num_warps,
+        "global_loads": dict(sorted(loads.items())),
+        "mma": dict(Counter(re.findall(r"^\s*v_((?:mfma|wmma)\w+)", code, re.MULTILINE))),
+        "instructions": len(re.findall(r"^\s+[sv]_\w+|^\s+(?:global|buffer|flat|ds)_\w+", code, re.MULTILINE)),
+        "loop_instructions": 0,
+    }
 
 
 MMA = re.compile(r"(?:mma\.sync|wgmma|tcgen05\.mma)[\w.:]*")
@@ -209,23 +251,23 @@ def _tool(name: str, flag: str, cubin: bytes) -> str:
         return subprocess.run([str(tool), flag, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def launches_of(run: Callable[[], object]) -> list[Launch]:
-    """Launches that a call of a wrapper would make."""
-    with recorded() as launches:
-        run()
-    return launches
-
-
 MAIN_CASE = "head_dim 128, 4 query heads a KV head, V folded"
+SHAPED = "error shaping"
 
 
-def distinct_launches(case: str) -> list[Launch]:
-    """Launches of a case, each kernel once for every set of compile-time values; small kernels in the main case alone."""
+def distinct_launches(case: str, arch: str) -> list[Launch]:
+    """Launches of a case on an architecture, each kernel once for every set of compile-time values; small kernels in the main
+    case alone, and with error shaping what it changes."""
     found, seen = [], set()
-    for launch in launches_of(cases()[case]):
+    left_out = () if case == MAIN_CASE else ("plan_kernel", "query_kernel")
+    if SHAPED in case:
+        left_out += ("decode_kernel", "merge_kernel", "extend_kernel")
+    with assuming(arch), recorded() as launches:
+        cases()[case]()
+    for launch in launches:
         params = zip(launch.kernel.params, launch.args, strict=True)
         key = (launch.name, *(value for param, value in params if param.is_constexpr))
-        if key in seen or (case != MAIN_CASE and launch.name in ("plan_kernel", "query_kernel", "merge_kernel")):
+        if key in seen or launch.name in left_out:
             continue
         seen.add(key)
         found.append(launch)
@@ -240,22 +282,29 @@ def cases() -> dict[str, Callable[[], object]]:
         "the same, V not folded, level tables, logit cap": {
             "heads": 8, "ratio": 4, "dim": 128, "fold": False, "levels": True, "cap": 50.0,
         },
+        f"the same, {SHAPED}": {"heads": 8, "ratio": 4, "dim": 128, "shaped": True},
+        "the same, a layer kept in 16 bits": {"heads": 8, "ratio": 4, "dim": 128, "native": True},
         "head_dim 64, 7 query heads a KV head": {"heads": 2, "ratio": 7, "dim": 64},
         "head_dim 96, 3 query heads a KV head": {"heads": 8, "ratio": 3, "dim": 96},
         "head_dim 256, 2 query heads a KV head": {"heads": 4, "ratio": 2, "dim": 256},
+        f"the same, {SHAPED}, level tables": {"heads": 4, "ratio": 2, "dim": 256, "levels": True, "shaped": True},
     }  # fmt: skip
     return {name: partial(_run_all, **shape) for name, shape in named.items()}
 
 
-def _run_all(heads, ratio, dim, group=None, fold=True, levels=False, cap=0.0) -> None:
-    fmt = RowFormat(dim, group)
+def _run_all(heads, ratio, dim, group=None, fold=True, levels=False, cap=0.0, native=False, shaped=False) -> None:
+    fmt = LosslessFormat(dim, "bfloat16") if native else RowFormat(dim, group)
     eye = torch.eye(dim, dtype=torch.float64).expand(heads, dim, dim).contiguous()
+    if not fold:
+        eye = eye / 3  # not exact in float32, so that the float64 transform is lowered too
     table = torch.tensor([-1.75, -0.5, 0.5, 1.75]).repeat(heads, 1) if levels else None
     clip = torch.full((heads,), 0.96)
     codec = LayerCodec(
         fmt, fmt, eye, eye.float(), None if fold else eye, None if fold else eye.float(), clip, clip,
         k_levels=table, v_levels=table,
     )  # fmt: skip
+    if shaped:
+        codec.k_shaping = codec.v_shaping = torch.zeros(heads, dim, dim)
 
     def rows(n: int, num_heads: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(n, num_heads, width, dtype=dtype)
@@ -275,4 +324,6 @@ def _run_all(heads, ratio, dim, group=None, fold=True, levels=False, cap=0.0) ->
     q, k = rows(64, heads * ratio, dim), rows(64, heads, dim)
     index = torch.zeros(64, dtype=torch.int64)
     k, v = triton_store.store_kv(k, k, index, index, cache, codec)
+    if shaped:
+        triton_store.store_kv(*(x.repeat(32, 1, 1) for x in (k, v)), index.repeat(32), index.repeat(32), cache, codec)
     triton_extend.extend_attention(q, k, v, [0, 32, 64], cache, codec, plan, 0.1, cap, out=torch.zeros_like(q))

@@ -28,13 +28,17 @@ from oscar_kernel.triton_tiles import (
     attend_window,
     first_state,
     load_query,
+    load_query_16_bit,
     plane_channel,
     plane_output,
     sum_query,
 )
+from oscar_kernel.triton_tuning import architecture, extend_shape
 
 TILE = 16
 """Keys of a tile: one matrix instruction high, so that every warp keeps its queries to itself."""
+WIDE_TILE = 32
+"""The same for rows of more than 256 elements of K and V, with whose 16 queries a program has too little to do otherwise."""
 
 
 @triton.jit
@@ -50,6 +54,7 @@ def extend_kernel(
     V_DIM: tl.constexpr, V_QUARTER: tl.constexpr, V_PIECE: tl.constexpr, V_WIDTH: tl.constexpr, V_CUTS: tl.constexpr,
     V_GROUP: tl.constexpr, V_BYTES: tl.constexpr, V_BF16: tl.constexpr, V_LEVELS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_INVERSE: tl.constexpr, HAS_MEAN: tl.constexpr, FAST: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of COLUMNS queries of the longest sequence, num_kv_heads, bs). Arguments as in `extend_attention`."""
     b = tl.program_id(2)
@@ -63,54 +68,67 @@ def extend_kernel(
     token = column // RATIO
     live = token < num_new
     q_row = (first_row + token).to(tl.int64) * HEADS + head * RATIO + column % RATIO
-    q = load_query(q_ptr, q_row, live, K_WIDTH, K_CUTS)
-    q_sum, q_offset = sum_query(q, K_QUARTER, K_PIECE, K_CUTS, K_GROUP, K_LEVELS)
     column_scale = tl.load(amax_ptr + q_row, mask=live, other=0.0) * sm_scale
     m, l, scale, rank1, ones, acc = first_state(TILE, COLUMNS, V_WIDTH, V_CUTS, V_DIM // V_GROUP, False)
 
     start = tl.load(starts_ptr + b)
     kv_len = tl.load(kv_lens_ptr + b)
-    for first in range(SINK, tl.maximum(kv_len - RECENT, SINK), TILE):
-        position = first + tl.arange(0, TILE)
-        inside = position < kv_len - RECENT
-        slot = slot_of(slots_ptr, start, position, inside, PAGE)
-        m, l, scale, rank1, ones, acc = attend_packed(
-            q, q_sum, q_offset, column_scale, logit_cap, k_ptr, v_ptr, k_slot_bytes, v_slot_bytes, head, slot, inside,
-            k_levels, v_levels, m, l, scale, rank1, ones, acc,
-            K_QUARTER, K_PIECE, K_WIDTH, K_CUTS, K_GROUP, K_BYTES, K_BF16, K_LEVELS,
-            V_QUARTER, V_PIECE, V_WIDTH, V_CUTS, V_GROUP, V_BYTES, V_BF16, V_LEVELS, HAS_CAP, False, FAST,
-        )  # fmt: skip
-
-    for first in tl.range(0, tl.where(kv_len > 0, SINK + RECENT, 0), TILE, num_stages=1):
-        i = first + tl.arange(0, TILE)
-        position = tl.where(i < SINK, i, kv_len - RECENT + i - SINK)
-        wanted = (i < SINK + RECENT) & tl.where(i < SINK, position < kv_len, position >= SINK)
-        row = tl.load(rows_ptr + b * (SINK + RECENT) + i, mask=wanted, other=-1)
-        kept = row >= 0
-        if tl.max(kept.to(tl.int32), axis=0) > 0:
+    if NATIVE:
+        # Every token is in the pool in 16 bits, those of the windows too.
+        q_high, q_low = load_query_16_bit(q_ptr, q_row, live, K_WIDTH, K_CUTS, K_LEVELS, False)
+        for first in tl.range(0, kv_len, TILE, num_stages=1):
+            position = first + tl.arange(0, TILE)
+            inside = position < kv_len
+            slot = slot_of(slots_ptr, start, position, inside, PAGE)
             m, l, scale, rank1, ones, acc = attend_window(
-                q, column_scale, logit_cap, k_window, v_window, k_window_stride, v_window_stride, head,
-                tl.where(kept, row, 0).to(tl.int64), kept, kept[:, None], m, l, scale, rank1, ones, acc,
-                K_DIM, K_QUARTER, K_PIECE, K_WIDTH, K_CUTS, K_LEVELS,
+                q_high, q_low, column_scale, logit_cap,
+                k_ptr.to(tl.pointer_type(tl.bfloat16)), v_ptr.to(tl.pointer_type(tl.bfloat16)),
+                k_slot_bytes // 2, v_slot_bytes // 2, head, slot, inside, inside[:, None],
+                m, l, scale, rank1, ones, acc,
+                K_DIM, K_QUARTER, K_PIECE, K_WIDTH, K_CUTS,
                 V_DIM, V_QUARTER, V_PIECE, V_WIDTH, V_CUTS, V_GROUP, V_LEVELS, HAS_CAP, False, False,
             )  # fmt: skip
-        lost = wanted & (row < 0)
-        if tl.max(lost.to(tl.int32), axis=0) > 0:
-            slot = slot_of(slots_ptr, start, position, lost, PAGE)
-            m, l, scale, rank1, ones, acc = attend_packed(
-                q, q_sum, q_offset, column_scale, logit_cap, k_ptr, v_ptr, k_slot_bytes, v_slot_bytes, head, slot, lost,
-                k_levels, v_levels, m, l, scale, rank1, ones, acc,
-                K_QUARTER, K_PIECE, K_WIDTH, K_CUTS, K_GROUP, K_BYTES, K_BF16, K_LEVELS,
-                V_QUARTER, V_PIECE, V_WIDTH, V_CUTS, V_GROUP, V_BYTES, V_BF16, V_LEVELS, HAS_CAP, False, FAST,
-            )  # fmt: skip
+    else:
+        q = load_query(q_ptr, q_row, live, K_WIDTH, K_CUTS)
+        q_sum, q_offset = sum_query(q, K_QUARTER, K_PIECE, K_CUTS, K_GROUP, K_LEVELS)
+        # The 2-bit rows: the middle, and tokens of the windows whose 16-bit row is gone.
+        recent = tl.maximum(kv_len - RECENT, SINK)
+        for first in range(0, kv_len, TILE):
+            position = first + tl.arange(0, TILE)
+            inside = position < kv_len
+            entry = tl.where(position < SINK, position, SINK + RECENT - kv_len + position)
+            in_window = inside & ((position < SINK) | (position >= recent))
+            row = tl.load(rows_ptr + b * (SINK + RECENT) + entry, mask=in_window, other=-1)
+            inside = inside & (row < 0)
+            if tl.max(inside.to(tl.int32), axis=0) > 0:
+                slot = slot_of(slots_ptr, start, position, inside, PAGE)
+                m, l, scale, rank1, ones, acc = attend_packed(
+                    q, q_sum, q_offset, column_scale, logit_cap, k_ptr, v_ptr, k_slot_bytes, v_slot_bytes, head, slot, inside,
+                    k_levels, v_levels, m, l, scale, rank1, ones, acc,
+                    K_QUARTER, K_PIECE, K_WIDTH, K_CUTS, K_GROUP, K_BYTES, K_BF16, K_LEVELS,
+                    V_QUARTER, V_PIECE, V_WIDTH, V_CUTS, V_GROUP, V_BYTES, V_BF16, V_LEVELS, HAS_CAP, False, FAST,
+                )  # fmt: skip
+
+        q_high, q_low = load_query_16_bit(q_ptr, q_row, live, K_WIDTH, K_CUTS, K_LEVELS, False)
+        for first in tl.range(0, tl.where(kv_len > 0, SINK + RECENT, 0), TILE, num_stages=1):
+            i = first + tl.arange(0, TILE)
+            row = tl.load(rows_ptr + b * (SINK + RECENT) + i, mask=i < SINK + RECENT, other=-1)
+            kept = row >= 0
+            if tl.max(kept.to(tl.int32), axis=0) > 0:
+                m, l, scale, rank1, ones, acc = attend_window(
+                    q_high, q_low, column_scale, logit_cap, k_window, v_window, k_window_stride, v_window_stride, head,
+                    tl.where(kept, row, 0).to(tl.int64), kept, kept[:, None], m, l, scale, rank1, ones, acc,
+                    K_DIM, K_QUARTER, K_PIECE, K_WIDTH, K_CUTS,
+                    V_DIM, V_QUARTER, V_PIECE, V_WIDTH, V_CUTS, V_GROUP, V_LEVELS, HAS_CAP, False, False,
+                )  # fmt: skip
 
     last = tl.minimum((column0 + COLUMNS - 1) // RATIO + 1, num_new)
     for first in tl.range(0, last, TILE, num_stages=1):
         i = first + tl.arange(0, TILE)
         m, l, scale, rank1, ones, acc = attend_window(
-            q, column_scale, logit_cap, k_new, v_new, k_new_stride, v_new_stride, head, (first_row + i).to(tl.int64),
-            i < num_new, i[:, None] <= token[None, :], m, l, scale, rank1, ones, acc,
-            K_DIM, K_QUARTER, K_PIECE, K_WIDTH, K_CUTS, K_LEVELS,
+            q_high, q_low, column_scale, logit_cap, k_new, v_new, k_new_stride, v_new_stride, head,
+            (first_row + i).to(tl.int64), i < num_new, i[:, None] <= token[None, :], m, l, scale, rank1, ones, acc,
+            K_DIM, K_QUARTER, K_PIECE, K_WIDTH, K_CUTS,
             V_DIM, V_QUARTER, V_PIECE, V_WIDTH, V_CUTS, V_GROUP, V_LEVELS, HAS_CAP, False, False,
         )  # fmt: skip
 
@@ -192,25 +210,18 @@ def extend_attention(
     k_new, v_new = with_adjacent_heads(k_new), with_adjacent_heads(v_new)
     queries = prepare_queries(q, layer, queries)
     levels = layer.k_levels is not None or layer.v_levels is not None
-    columns = column_block(max_new * ratio, k.dim, v.dim, levels)
+    card = architecture(q.device)
+    columns, num_warps = extend_shape(card, max_new * ratio, k.dim, v.dim, v.num_groups, levels)
     extend_kernel[(triton.cdiv(max_new * ratio, columns), num_kv_heads, qo_indptr.shape[0] - 1)](
         *queries, k_new, v_new, k_new.stride(0), v_new.stride(0), qo_indptr,
         cache.k_buffer, cache.v_buffer, cache.k_buffer.stride(0), cache.v_buffer.stride(0),
         cache.k_window, cache.v_window, cache.k_window.stride(0), cache.v_window.stride(0),
         plan.slots, plan.starts, plan.kv_lens, plan.window_rows, layer.k_levels, layer.v_levels, out, out.stride(0),
         layer.v_inverse, layer.v_mean_out, sm_scale, logit_cap,
-        heads, ratio, columns, plan.sink_tokens, plan.recent_tokens, plan.page_size, TILE,
+        heads, ratio, columns, plan.sink_tokens, plan.recent_tokens, plan.page_size,
+        WIDE_TILE if k.dim + v.dim > 256 else TILE,
         k.dim, *side_shape(k), layer.k_levels is not None, v.dim, *side_shape(v), layer.v_levels is not None, logit_cap > 0,
-        layer.v_inverse is not None, layer.v_mean_out is not None, fast_unpack(),
-        num_warps=8, num_stages=2,
+        layer.v_inverse is not None, layer.v_mean_out is not None, fast_unpack(card), k.native,
+        num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     return out
-
-
-def column_block(columns: int, head_dim: int, v_head_dim: int, levels: bool) -> int:
-    """Queries of a program: as many as the registers of eight warps hold beside a tile, no more than there are.
-
-    Heads of 256 do not quite fit even so: about 20 registers of a thread are spilled (docs/gpu_compile_report.md).
-    """
-    limit = 16 if head_dim + v_head_dim > 256 else 32 if levels else 64
-    return max(16, min(limit, triton.next_power_of_2(columns)))

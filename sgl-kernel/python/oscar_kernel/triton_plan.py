@@ -3,7 +3,8 @@
     work list   one item is a run of one sequence's tokens that one program per KV head reads:
                 (request, begin, end, kind)   kind 0: positions begin .. end-1 of the 2-bit middle
                                               kind 1: entries begin .. end-1 of the windows' list below
-                items of a request are neighbours, windows first; request -1 marks an unused item
+                items of a request are neighbours, windows first; a request without tokens has one empty item;
+                request -1 marks an unused item
     windows     entry i < sink_tokens is position i; entry sink_tokens + i is position kv_len - recent_tokens + i, and counts
                 only if it is not a sink. window_rows[request, i] is its row, or -1: read the 2-bit row of its slot instead.
 
@@ -94,7 +95,9 @@ def plan_kernel(
     tiles = (tl.maximum(lens - (SINK + RECENT), 0) + (BLOCK_N - 1)) // BLOCK_N
     per_split = tl.maximum((tl.sum(tiles, axis=0) + budget - 1) // budget, MIN_TILES)
     window_items = (SINK + RECENT + ITEM - 1) // ITEM
-    items = tl.where(lens > 0, (tiles + per_split - 1) // per_split + window_items, 0)
+    # An empty row has one empty item: somebody must write its zeros.
+    items = tl.where(lens > 0, (tiles + per_split - 1) // per_split + window_items, 1)
+    items = tl.where(every < bs, items, 0)
     first = tl.sum(tl.where(every < b, items, 0), axis=0)
     mine = tl.sum(tl.where(every == b, items, 0), axis=0)
     tl.store(work_indptr_ptr + b, first)
@@ -106,6 +109,7 @@ def plan_kernel(
         end = tl.where(
             is_window, tl.minimum(i * ITEM + ITEM, SINK + RECENT), tl.minimum(begin + per_split * BLOCK_N, middle_end)
         )
+        end = tl.where(n > 0, end, begin)
         to = work_ptr + (first + i) * 4
         tl.store(to, tl.zeros((ENTRIES,), tl.int32) + b, mask=i < mine)
         tl.store(to + 1, begin, mask=i < mine)
@@ -146,6 +150,11 @@ def item_budget(bs: int, head_blocks: int, num_sms: int, waves: int) -> int:
     return max(bs, -(-num_sms * waves // head_blocks))
 
 
+def item_count(bs: int, budget: int, sink_tokens: int, recent_tokens: int) -> int:
+    """Entries of a work list that `bs` requests can never exceed."""
+    return bs * (1 + window_items(sink_tokens, recent_tokens)) + budget
+
+
 class PlanBuffers:
     """Fixed buffers of a plan, for a CUDA graph: allocate once for a batch size, fill with `plan_decode` each step.
 
@@ -159,7 +168,7 @@ class PlanBuffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.budget = budget
-        self.num_items = bs * (1 + window_items(sink_tokens, recent_tokens)) + budget
+        self.num_items = item_count(bs, budget, sink_tokens, recent_tokens)
         self.starts = ints(bs, dtype=torch.int64)
         self.kv_lens = ints(bs)
         self.window_rows = ints(bs, max(1, sink_tokens + recent_tokens))
@@ -242,20 +251,19 @@ def plan_read(
     )  # fmt: skip
 
 
-def from_read_plan(plan: ReadPlan, sink_tokens: int, recent_tokens: int, head_blocks: int = 8) -> TritonPlan:
+def from_read_plan(plan: ReadPlan, head_blocks: int = 8) -> TritonPlan:
     """The same plan in the form that these kernels read. Allocates; not for capture.
 
     Args:
-        plan: from `oscar_kernel.plan_read` with these sizes of the windows. head_blocks: see `item_budget`.
+        plan: from `oscar_kernel.plan_read`. head_blocks: see `item_budget`.
     """
-    device, bs = plan.slots.device, len(plan.kv_lens)
+    device, bs, windows = plan.slots.device, len(plan.kv_lens), plan.window_rows.shape[1]
+    sizes = plan.sink_tokens, windows - plan.sink_tokens
     lens = torch.tensor(plan.kv_lens, dtype=torch.int32, device=device)
-    buffers = PlanBuffers(bs, item_budget(bs, head_blocks, num_sms(device), Launch().waves), sink_tokens, recent_tokens, device)
+    buffers = PlanBuffers(bs, item_budget(bs, head_blocks, num_sms(device), Launch().waves), *sizes, device)
     request = torch.arange(bs, device=device)
-    made = plan_decode(
-        buffers, plan.slots, lens, req_pool_indices=request, sink_tokens=sink_tokens, recent_tokens=recent_tokens
-    )
-    made.window_rows[:, : sink_tokens + recent_tokens] = torch.where(plan.window_mask, plan.window_rows, -1).int()
+    made = plan_decode(buffers, plan.slots, lens, req_pool_indices=request, sink_tokens=sizes[0], recent_tokens=sizes[1])
+    made.window_rows[:, :windows] = torch.where(plan.window_mask, plan.window_rows, -1).int()
     return made
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from oscar_kernel.triton_common import LayerTensors, next_power_of_2, with_adjacent_heads
 
 ROWS = 16
-DEPTH = 32
+DEPTH = 16
 
 
 @triton.jit

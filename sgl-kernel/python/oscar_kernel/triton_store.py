@@ -1,4 +1,5 @@
 """Store, in Triton: transform, clip, quantise, pack, write the 2-bit row and the 16-bit window row, in one launch a layer.
+With error shaping the codes come from a second launch (see triton_shaping).
 
 In a decode step the launch prepares the step's queries too (see triton_query), since both need one small matrix a head.
 
@@ -25,6 +26,7 @@ from oscar.codec import META_DTYPES
 from oscar_kernel.layer import LayerCache, LayerCodec
 from oscar_kernel.triton_common import LayerTensors, Planes, bfloat16_bits, next_power_of_2, prepare, with_adjacent_heads
 from oscar_kernel.triton_query import ROWS, check_queries, query_constants, transform_queries
+from oscar_kernel.triton_shaping import shape_codes
 
 TOKENS_PER_TILE = 16
 """From this many tokens on, tokens share a load of the transform; below, each has a program of its own."""
@@ -58,7 +60,7 @@ def _stored_rows(
         for start in range(0, DIM, DEPTH):
             d = start + tl.arange(0, DEPTH)
             t_at = (head * DIM + d)[:, None] * DIM + channel[None, :]
-            t = tl.load(t_ptr + t_at, mask=(d < DIM)[:, None] & live[None, :], other=0.0)
+            t = tl.load(t_ptr + t_at, mask=(d < DIM)[:, None] & live[None, :], other=0.0).to(tl.float64)
             if TILE == 1:
                 total += tl.sum(tl.trans(x) * t, axis=0)[None, :]
             else:
@@ -80,9 +82,12 @@ def _store_side(
     DIM: tl.constexpr, QUARTER: tl.constexpr, QUARTER_PAD: tl.constexpr, GROUP: tl.constexpr, ROW_WORDS: tl.constexpr,
     META_BF16: tl.constexpr, META_MAX: tl.constexpr, META_TINY: tl.constexpr,
     DEPTH: tl.constexpr, TILE: tl.constexpr, HAS_T: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_CUTS: tl.constexpr,
-    HAS_OUT: tl.constexpr,
+    HAS_OUT: tl.constexpr, NATIVE: tl.constexpr, SHAPED: tl.constexpr,
 ):  # fmt: skip
-    """K or V of TILE tokens and one head, from the model's row to everything that is written."""
+    """K or V of TILE tokens and one head, from the model's row to everything that is written.
+
+    buffer_ptr counts in 32-bit words; in a layer that stays in 16 bits (NATIVE) a row is what the window gets.
+    """
     column = tl.arange(0, 4 * QUARTER_PAD)
     channel = (column // QUARTER_PAD) * QUARTER + column % QUARTER_PAD
     live = column % QUARTER_PAD < QUARTER
@@ -99,7 +104,28 @@ def _store_side(
     if HAS_OUT:
         at = token.to(tl.int64)[:, None] * out_stride + head * DIM + channel[None, :]
         tl.store(out_ptr + at, row16, mask=live_token[:, None] & live[None, :])
+    loc = tl.load(loc_ptr + token, mask=live_token, other=-1).to(tl.int64)
+    written = live_token & (loc >= 0)
+    if NATIVE:
+        at = buffer_ptr.to(tl.pointer_type(tl.bfloat16)) + (loc * (2 * slot_words) + head * DIM)[:, None] + channel[None, :]
+        tl.store(at, row16, mask=written[:, None] & live[None, :])
+    else:
+        _write_codes(
+            bits, written, loc * slot_words + head * ROW_WORDS, head, channel, live, buffer_ptr, index_ptr, cuts_ptr,
+            DIM, QUARTER, QUARTER_PAD, GROUP, META_BF16, META_MAX, META_TINY, TILE, HAS_CUTS, SHAPED,
+        )  # fmt: skip
 
+
+@triton.jit
+def _write_codes(
+    bits, written, row_word, head, channel, live, buffer_ptr, index_ptr, cuts_ptr,
+    DIM: tl.constexpr, QUARTER: tl.constexpr, QUARTER_PAD: tl.constexpr, GROUP: tl.constexpr, META_BF16: tl.constexpr,
+    META_MAX: tl.constexpr, META_TINY: tl.constexpr, TILE: tl.constexpr, HAS_CUTS: tl.constexpr, SHAPED: tl.constexpr,
+):  # fmt: skip
+    """Clip, quantise and pack rows, given as float32 bits [TILE, columns]; row_word: [TILE] int64, where each begins.
+
+    SHAPED: the codes are left to `triton_shaping`.
+    """
     x = bits.to(tl.float32, bitcast=True)
     x = tl.where(x != x, 0.0, x)
     x = tl.where(x == float("inf"), META_MAX, tl.where(x == float("-inf"), -META_MAX, x))
@@ -115,9 +141,6 @@ def _store_side(
     tau = tau_bits.to(tl.float32, bitcast=True)[:, None]
     x = tl.minimum(tl.maximum(x, -tau), tau)
 
-    loc = tl.load(loc_ptr + token, mask=live_token, other=-1).to(tl.int64)
-    written = live_token & (loc >= 0)
-    row_word = loc * slot_words + head * ROW_WORDS
     centre = tl.zeros((TILE, 4 * QUARTER_PAD), tl.float32)
     step = tl.zeros((TILE, 4 * QUARTER_PAD), tl.float32)
     for g in tl.static_range(DIM // GROUP):
@@ -139,21 +162,22 @@ def _store_side(
         centre = tl.where(inside, c[:, None], centre)
         step = tl.where(inside, s[:, None], step)
 
-    if HAS_CUTS:
-        cut0 = tl.load(cuts_ptr + head * 3)
-        cut1 = tl.load(cuts_ptr + head * 3 + 1)
-        cut2 = tl.load(cuts_ptr + head * 3 + 2)
-        code = (x > centre + cut0 * step).to(tl.int32) + (x > centre + cut1 * step) + (x > centre + cut2 * step)
-    else:
-        code = (x > centre - step).to(tl.int32) + (x > centre) + (x > centre + step)
+    if not SHAPED:
+        if HAS_CUTS:
+            cut0 = tl.load(cuts_ptr + head * 3)
+            cut1 = tl.load(cuts_ptr + head * 3 + 1)
+            cut2 = tl.load(cuts_ptr + head * 3 + 2)
+            code = (x > centre + cut0 * step).to(tl.int32) + (x > centre + cut1 * step) + (x > centre + cut2 * step)
+        else:
+            code = (x > centre - step).to(tl.int32) + (x > centre) + (x > centre + step)
 
-    # Four planes to a byte, four bytes to a word.
-    shift = 2 * tl.arange(0, 4)
-    packed = tl.sum(tl.reshape(code, (TILE, 4, QUARTER_PAD)) << shift[None, :, None], axis=1)
-    packed = tl.sum(tl.reshape(packed, (TILE, QUARTER_PAD // 4, 4)) << (8 * tl.arange(0, 4))[None, None, :], axis=2)
-    word_index = tl.arange(0, QUARTER_PAD // 4)
-    mask = written[:, None] & (word_index < QUARTER // 4)[None, :]
-    tl.store(buffer_ptr + row_word[:, None] + word_index[None, :], packed, mask=mask)
+        # Four planes to a byte, four bytes to a word.
+        shift = 2 * tl.arange(0, 4)
+        packed = tl.sum(tl.reshape(code, (TILE, 4, QUARTER_PAD)) << shift[None, :, None], axis=1)
+        packed = tl.sum(tl.reshape(packed, (TILE, QUARTER_PAD // 4, 4)) << (8 * tl.arange(0, 4))[None, None, :], axis=2)
+        word_index = tl.arange(0, QUARTER_PAD // 4)
+        mask = written[:, None] & (word_index < QUARTER // 4)[None, :]
+        tl.store(buffer_ptr + row_word[:, None] + word_index[None, :], packed, mask=mask)
 
 
 @triton.jit
@@ -169,7 +193,7 @@ def store_kernel(
     V_BF16: tl.constexpr, V_MAX: tl.constexpr, V_TINY: tl.constexpr,
     DEPTH: tl.constexpr, TILE: tl.constexpr, K_HAS_T: tl.constexpr, V_HAS_T: tl.constexpr,
     K_HAS_MEAN: tl.constexpr, V_HAS_MEAN: tl.constexpr, K_HAS_CUTS: tl.constexpr, V_HAS_CUTS: tl.constexpr,
-    HAS_OUT: tl.constexpr, HAS_Q: tl.constexpr,
+    HAS_OUT: tl.constexpr, NATIVE: tl.constexpr, K_SHAPED: tl.constexpr, V_SHAPED: tl.constexpr, HAS_Q: tl.constexpr,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_DIM: tl.constexpr, Q_DIM_PAD: tl.constexpr, Q_DEPTH: tl.constexpr,
     Q_ROWS: tl.constexpr, QUARTER: tl.constexpr, PIECE: tl.constexpr, WIDTH: tl.constexpr, CUTS: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -186,14 +210,14 @@ def store_kernel(
             k_ptr, k_stride, token, num_tokens, head, loc_ptr, row_ptr, no_row, k_buffer, k_slot_words,
             k_window, k_window_stride, k_out, k_out_stride, k_transform, k_mean, k_index, k_cuts,
             K_DIM, K_QUARTER, K_PAD, K_GROUP, K_WORDS, K_BF16, K_MAX, K_TINY,
-            DEPTH, TILE, K_HAS_T, K_HAS_MEAN, K_HAS_CUTS, HAS_OUT,
+            DEPTH, TILE, K_HAS_T, K_HAS_MEAN, K_HAS_CUTS, HAS_OUT, NATIVE, K_SHAPED,
         )  # fmt: skip
     elif side == 1:
         _store_side(
             v_ptr, v_stride, token, num_tokens, head, loc_ptr, row_ptr, no_row, v_buffer, v_slot_words,
             v_window, v_window_stride, v_out, v_out_stride, v_transform, v_mean, v_index, v_cuts,
             V_DIM, V_QUARTER, V_PAD, V_GROUP, V_WORDS, V_BF16, V_MAX, V_TINY,
-            DEPTH, TILE, V_HAS_T, V_HAS_MEAN, V_HAS_CUTS, HAS_OUT,
+            DEPTH, TILE, V_HAS_T, V_HAS_MEAN, V_HAS_CUTS, HAS_OUT, NATIVE, V_SHAPED,
         )  # fmt: skip
     else:
         if HAS_Q:
@@ -222,7 +246,7 @@ def store_kv(
     q: Tensor | None = None,
     queries: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """`oscar_kernel.store_kv` in one launch; capturable.
+    """`oscar_kernel.store_kv` in one launch, or two with error shaping; capturable.
 
     Args:
         k: [num_tokens, num_kv_heads, head_dim] any float type, after RoPE; tokens may be strided.
@@ -239,7 +263,8 @@ def store_kv(
     num_tokens, num_kv_heads = k.shape[:2]
     k, v = with_adjacent_heads(k), with_adjacent_heads(v)
     k_out = v_out = None
-    if return_rows:
+    shaped = layer.k_shaping is not None or layer.v_shaping is not None
+    if return_rows or shaped:
         k_out = torch.empty(k.shape, dtype=torch.bfloat16, device=k.device)
         v_out = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device)
     if num_tokens == 0:
@@ -262,9 +287,11 @@ def store_kv(
         layer.k_index, layer.v_index, layer.k_cuts, layer.v_cuts,
         q, q_stride, layer.q_transform, q_out, amax_out,
         *side_constants(layer.k), *side_constants(layer.v),
-        DEPTH, tile, layer.k_transform is not None, layer.v_transform is not None,
+        DEPTH if tile == 1 else DEPTH // 2, tile, layer.k_transform is not None, layer.v_transform is not None,
         layer.k_mean is not None, layer.v_mean is not None, layer.k_cuts is not None, layer.v_cuts is not None,
-        return_rows, q is not None, *constants,
+        k_out is not None, layer.k.native, layer.k_shaping is not None, layer.v_shaping is not None, q is not None, *constants,
         num_warps=8,
     )  # fmt: skip
+    if shaped:
+        shape_codes(k_out, v_out, loc, k_words, v_words, layer)
     return (k_out, v_out) if return_rows else None

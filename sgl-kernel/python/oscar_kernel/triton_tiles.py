@@ -176,6 +176,27 @@ def load_query(q_ptr, row, live, WIDTH: tl.constexpr, CUTS: tl.constexpr):
 
 
 @triton.jit
+def load_query_16_bit(q_ptr, row, live, WIDTH: tl.constexpr, CUTS: tl.constexpr, LEVELS: tl.constexpr, PRECISE: tl.constexpr):
+    """The same planes times w, in bfloat16, as products with 16-bit rows take them; and what that rounded away, if PRECISE.
+
+    Loaded again, under another cache hint so that the compiler does not take it for the first load: held through a kernel
+    beside the float16 planes, they would not leave enough registers for heads of 256.
+    """
+    e = tl.arange(0, WIDTH)
+    high = ()
+    low = ()
+    for i in tl.static_range(8 * CUTS):
+        at = row[None, :] * (8 * CUTS * WIDTH) + (i * WIDTH + e)[:, None]
+        x = tl.load(q_ptr + at, mask=live[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = x * plane_weight(half_of(i), shift_of(i, CUTS), LEVELS)
+        near = to_bfloat16(x)
+        high = high + (near,)
+        if PRECISE:
+            low = low + (to_bfloat16(x - near.to(tl.float32)),)
+    return high, low
+
+
+@triton.jit
 def sum_query(q, QUARTER: tl.constexpr, PIECE: tl.constexpr, CUTS: tl.constexpr, GROUP: tl.constexpr, LEVELS: tl.constexpr):
     """For each key group: the sum of a query over the group, and what its products with planes hold beside q . (c - 1.5).
 
@@ -361,16 +382,17 @@ def bfloat16_pair(word):
 
 @triton.jit
 def attend_window(
-    q, column_scale, logit_cap, k_ptr, v_ptr, k_stride, v_stride, head, row, inside, seen, m, l, scale, rank1, ones, acc,
+    q_high, q_low, column_scale, logit_cap, k_ptr, v_ptr, k_stride, v_stride, head, row, inside, seen,
+    m, l, scale, rank1, ones, acc,
     K_DIM: tl.constexpr, K_QUARTER: tl.constexpr, K_PIECE: tl.constexpr, K_WIDTH: tl.constexpr, K_CUTS: tl.constexpr,
-    K_LEVELS: tl.constexpr,
     V_DIM: tl.constexpr, V_QUARTER: tl.constexpr, V_PIECE: tl.constexpr, V_WIDTH: tl.constexpr, V_CUTS: tl.constexpr,
     V_GROUP: tl.constexpr, V_LEVELS: tl.constexpr, HAS_CAP: tl.constexpr, A_TOKEN: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Attend to one tile of bfloat16 rows; returns the new state. Channels are read two at a time, as the planes need them.
 
-    row: [tokens] int64 rows of k_ptr and v_ptr. inside: [tokens] bool, rows that may be read. seen: [tokens, columns] or
-    [tokens, 1] bool. PRECISE: queries and weights as sums of two bfloat16 numbers, for decode, where these tiles are few.
+    q_high, q_low: from `load_query_16_bit`. row: [tokens] int64 rows of k_ptr and v_ptr. inside: [tokens] bool, rows that may
+    be read. seen: [tokens, columns] or [tokens, 1] bool. PRECISE: queries and weights as sums of two bfloat16 numbers, for
+    decode, where these tiles are few.
     """
     e = tl.arange(0, K_WIDTH)
     logits = tl.zeros((row.shape[0], m.shape[0]), tl.float32)
@@ -379,12 +401,9 @@ def attend_window(
         at = k_pairs[:, None] + (plane_channel(2 * piece, K_QUARTER, K_PIECE, K_CUTS) // 2 + e)[None, :]
         pair = bfloat16_pair(tl.load(at, mask=inside[:, None] & (e < K_PIECE // 2)[None, :], other=0))
         for half in tl.static_range(2):
-            # Back from the scale that unpacked planes need: a power of two, so exact.
-            x = q[2 * piece + half].to(tl.float32) * plane_weight(half, shift_of(2 * piece, K_CUTS), K_LEVELS)
-            high = to_bfloat16(x)
             if PRECISE:
-                logits = dot_bfloat16(pair[half], to_bfloat16(x - high.to(tl.float32)), logits)
-            logits = dot_bfloat16(pair[half], high, logits)
+                logits = dot_bfloat16(pair[half], q_low[2 * piece + half], logits)
+            logits = dot_bfloat16(pair[half], q_high[2 * piece + half], logits)
     logits = logits_of(logits, column_scale, logit_cap, HAS_CAP)
     logits = tl.where(seen & inside[:, None], logits, float("-inf"))
 

@@ -1,12 +1,13 @@
 """Capture inside SGLang: `python -m sglang.srt.oscar.capture FOLDER`, started by `oscar calibrate --backend sglang`.
 
 The engine serves the sequences of FOLDER/request.safetensors, with its own cache and kernels, and a forward hook on every
-attention layer (an upstream flag, --forward-hooks) adds what it sees to sums on the device: statistics, or the errors of
-FOLDER/artifact.safetensors if there is one. Nothing else is counted:
+attention layer (an upstream flag, --forward-hooks) adds what it sees to sums on the device: statistics, the surrogate's, or
+errors under FOLDER/artifact.safetensors (`oscar.sglang_capture` lists the tasks). Nothing else is counted:
 
     FOLDER/counting   while this file exists, prefill tokens are counted (it names their source); it does not while the engine
                       starts and warms up
     FOLDER/finish     the next forward pass makes every rank write FOLDER/rank-{rank}.safetensors
+    FOLDER/served     tokens served so far, for the reader's progress bar
 
 The radix cache and graphs are off: a cached prefix and a replayed graph would hide tokens from the hook. The reader compares
 the number of tokens counted with the number sent, rank by rank and layer by layer.
@@ -24,9 +25,10 @@ from safetensors.torch import save_file
 from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from oscar.artifact import kv_heads_of_rank, load
-from oscar.capture import LayerCapture
+from oscar.capture import LayerCapture, output_weight
+from oscar.clip_search import ClipSearch
 from oscar.heldout import LayerErrorSums
-from oscar.statistics import MomentSums, NonFiniteError
+from oscar.statistics import MomentSums, NonFiniteError, SurrogateSums, output_moment
 
 HOOKS = [
     {
@@ -38,31 +40,39 @@ HOOKS = [
 
 
 class Capture:
-    """The forward hook of one process: statistics, or errors where the folder holds an artifact.
+    """The forward hook of one process.
 
     Args:
-        folder: where the two switches are and the sums go.
+        folder: where the request and the two switches are and the sums go.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        with safe_open(folder / "request.safetensors", "pt") as file:
+            self.task = file.metadata()["task"]
+            self.q_moments = {key: file.get_tensor(key) for key in file.keys() if key.startswith("layers.")}
         file = folder / "artifact.safetensors"
-        self.artifact = load(file) if file.exists() else None
-        self.layers: dict[int, MomentSums] = {}
-        self.errors: dict[str, dict[int, LayerErrorSums]] = {}
+        self.artifact = load(file, native_layers=True) if file.exists() else None
+        self.sums: dict[tuple[str, int], MomentSums | SurrogateSums | ClipSearch | LayerErrorSums] = {}
+        self.output_weights: dict[int, torch.Tensor] = {}
         self.counts: dict[int, int] = {}
         self.written = False
 
     def __call__(self, module, arguments, output) -> None:
-        """Count one attention call in, or write. Modules that are not attention layers are left alone."""
+        """Count one attention call in, or write. Modules that neither are attention nor hold it are left alone."""
         from sglang.srt.layers.radix_attention import RadixAttention
 
-        if not isinstance(module, RadixAttention):
-            return
-        if (self.folder / "finish").exists():
-            self.write()
-        elif (self.folder / "counting").exists():
-            self.count(module, *arguments[:4], output)
+        if isinstance(module, RadixAttention):
+            if (self.folder / "finish").exists():
+                self.write()
+            elif (self.folder / "counting").exists():
+                self.count(module, *arguments[:4], output)
+        else:
+            for child in module.children():
+                if isinstance(child, RadixAttention) and child.layer_id not in self.output_weights:
+                    weight = output_weight(module, child.tp_q_head_num * child.v_head_dim)
+                    if weight is not None:
+                        self.output_weights[child.layer_id] = weight
 
     def count(self, module, q, k, v, forward_batch, output) -> None:
         """Take the real prefill tokens of one call; padding lies behind them."""
@@ -74,25 +84,49 @@ class Capture:
         v = v.reshape(-1, module.tp_v_head_num, module.v_head_dim)[:n]
         output = output.reshape(-1, module.tp_q_head_num, module.v_head_dim)[:n]
         try:
-            if self.artifact is None:
-                self.layers.setdefault(i, MomentSums(i)).add(q, k, v, output)
-            else:
-                self.measure(module, q, k, v, output)
+            sums = self.sums_of(i)
+            if isinstance(sums, MomentSums):
+                sums.add(q, k, v, output)
+            elif isinstance(sums, SurrogateSums):
+                sums.add(k, v)
+            elif sums is not None:
+                sums.add(self.whole_sequence(module, q, k, v, output))
         except NonFiniteError as error:
             (self.folder / "error").write_text(str(error))
         self.counts[i] = self.counts.get(i, 0) + n
 
-    def measure(self, module, q, k, v, output) -> None:
-        """Compare one whole sequence, [num_tokens, heads, dim] each, with what the artifact makes of it."""
-        layers = self.errors.setdefault((self.folder / "counting").read_text(), {})
-        if (sums := layers.get(module.layer_id)) is None:
-            a, ranks = self.artifact, get_tensor_model_parallel_world_size()
-            heads = kv_heads_of_rank(a.model.num_kv_heads, get_tensor_model_parallel_rank(), ranks)
-            transforms = a.layers[module.layer_id].of_heads(heads)
-            sums = LayerErrorSums(transforms, a.k_format, a.v_format, a.sink_tokens, a.recent_tokens)
-            layers[module.layer_id] = sums
+    def sums_of(self, layer_id: int):
+        """What this layer's tokens are added to; None for a layer that the artifact leaves out."""
+        source = (self.folder / "counting").read_text() if self.task == "errors" else ""
+        if (source, layer_id) not in self.sums:
+            if self.task == "statistics":
+                made = MomentSums(layer_id)
+            elif self.task == "surrogate":
+                moment = self.q_moments[f"layers.{layer_id}"]
+                made = SurrogateSums(layer_id, moment[self.heads(moment.shape[0])])
+            else:
+                made = self.compared(layer_id)
+            self.sums[source, layer_id] = made
+        return self.sums[source, layer_id]
+
+    def compared(self, layer_id: int) -> ClipSearch | LayerErrorSums | None:
+        """Sums of errors of this rank's heads under the artifact."""
+        a = self.artifact
+        if layer_id not in a.layers:
+            return None
+        kind = ClipSearch if self.task == "clip" else LayerErrorSums
+        transforms = a.layers[layer_id].of_heads(self.heads(a.model.num_kv_heads))
+        return kind(transforms, a.k_format, a.v_format, a.sink_tokens, a.recent_tokens)
+
+    @staticmethod
+    def heads(num_kv_heads: int) -> slice:
+        """KV heads of this rank among the model's."""
+        return kv_heads_of_rank(num_kv_heads, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+
+    def whole_sequence(self, module, q, k, v, output) -> LayerCapture:
+        """One sequence, [num_tokens, heads, dim] each, as the offline capture gives it."""
         window = module.sliding_window_size
-        capture = LayerCapture(
+        return LayerCapture(
             layer_id=module.layer_id,
             q=q.transpose(0, 1).unsqueeze(0),
             k=k.transpose(0, 1).unsqueeze(0),
@@ -102,17 +136,26 @@ class Capture:
             sm_scale=module.scaling,
             sliding_window=window + 1 if window >= 0 else None,  # SGLang counts the keys before a query
             logit_cap=module.logit_cap or None,
+            output_weight=self.output_weights.get(module.layer_id),
         )
-        sums.add(capture)
 
     def write(self) -> None:
         """Write this rank's sums, once."""
         if self.written:
             return
         self.written = True
-        tensors = {f"layers.{i}.{name}": x.cpu() for i, layer in self.layers.items() for name, x in layer.sums.items()}
-        for source, layers in self.errors.items():
-            for i, sums in layers.items():
+        tensors = {}
+        for (source, i), sums in self.sums.items():
+            if isinstance(sums, MomentSums):
+                tensors |= {f"layers.{i}.{name}": x.cpu() for name, x in sums.sums.items()}
+                if i in self.output_weights:
+                    heads, dim = sums.sums["v_mean"].shape
+                    tensors[f"layers.{i}.output_moment"] = output_moment(self.output_weights[i], heads, dim)
+            elif isinstance(sums, SurrogateSums):
+                tensors[f"layers.{i}.v_surrogate_moment"] = sums.finish()
+            elif isinstance(sums, ClipSearch):
+                tensors |= {f"layers.{i}.{side}": errors for side, errors in sums.errors.items()}
+            elif sums is not None:
                 tensors |= {f"{source}.{i}.{n}": torch.tensor(p, dtype=torch.float64) for n, p in sums.sums.items()}
         path = self.folder / f"rank-{get_tensor_model_parallel_rank()}.safetensors"
         save_file(tensors, f"{path}.part", {"counts": json.dumps(self.counts)})
@@ -130,7 +173,7 @@ def main(folder: Path) -> int:
 
     with safe_open(folder / "request.safetensors", "pt") as file:
         settings, sources = (json.loads(file.metadata()[name]) for name in ("engine", "sources"))
-        sequences = [file.get_tensor(f"sequence.{j}").tolist() for j in range(len(file.keys()))]
+        sequences = [file.get_tensor(f"sequence.{j}").tolist() for j in range(len(sources))]
     if (folder / "artifact.safetensors").exists():
         settings["chunked_prefill_size"] = -1  # errors are measured on whole sequences
     hooks = [hook | {"config": {"folder": str(folder)}} for hook in HOOKS]
@@ -141,10 +184,14 @@ def main(folder: Path) -> int:
         disable_cuda_graph=True,
     )
     try:
-        sampling = {"max_new_tokens": 1, "temperature": 0}
+        sampling, served = {"max_new_tokens": 1, "temperature": 0}, 0
+        # Not counted: the module around an attention layer, which has W_O, is first seen after that layer's first call.
+        engine.generate(input_ids=[sequences[0][:2]], sampling_params=sampling)
         for sequence, source in zip(sequences, sources, strict=True):
             (folder / "counting").write_text(source)
             engine.generate(input_ids=[sequence], sampling_params=sampling)
+            served += len(sequence)
+            (folder / "served").write_text(str(served))
         (folder / "counting").unlink()
         (folder / "finish").touch()
         engine.generate(input_ids=[sequences[0][:2]], sampling_params=sampling)

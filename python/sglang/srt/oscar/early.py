@@ -62,12 +62,28 @@ FLAGS = (
         "Path of a UTF-8 text file to calibrate on. Default: text that the model writes itself.",
     ),
     (
+        "oscar_allow_native_layers",
+        bool,
+        False,
+        None,
+        "Accept an artifact without transforms of some layers (`oscar calibrate --skip-layers`); those layers stay in 16 bits, "
+        "and the capacity counts them so.",
+    ),
+    (
         "oscar_codec",
         str,
         None,
         ("int2", "lossless"),
         "For debugging: 'lossless' stores 16-bit values through the same transforms, windows and pages, to tell path "
         "faults from quantization loss. It saves no memory. Default 'int2'.",
+    ),
+    (
+        "oscar_kernels",
+        str,
+        None,
+        ("auto", "cpu", "triton", "reference"),
+        "For debugging: 'reference' runs plain PyTorch, slowly; 'auto' (default) Triton on a GPU and the C++ library on a CPU; "
+        "'triton' and 'cpu' insist on theirs.",
     ),
     (
         "oscar_debug_checks",

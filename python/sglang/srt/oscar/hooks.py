@@ -108,8 +108,9 @@ def start_line(kvc, pool: OscarTokenToKVPool) -> str:
     requests = pool.windows.first_sink_row // max(1, pool.windows.recent_tokens) - 1
     requests = requests if pool.windows.recent_tokens else pool.windows.num_sink_rows
     ratio = info["bytes_per_token_bf16"] / info["bytes_per_token"]
+    native = f", layers {', '.join(map(str, info['native_layers']))} in 16 bits" if info["native_layers"] else ""
     return (
-        f"OSCAR KV cache ({info['mode']}, {info['bits_per_element']:.2f} bits an element): {info['tokens']} tokens at "
+        f"OSCAR KV cache ({info['mode']}, {info['bits_per_element']:.2f} bits an element{native}): {info['tokens']} tokens at "
         f"{info['bytes_per_token']} bytes a token (BF16: {info['bytes_per_token_bf16']}, {ratio:.2f}x); pool "
         f"{info['pool_bytes'] / 2**20:.1f} MiB, 16-bit windows {info['window_bytes'] / 2**20:.1f} MiB (first "
         f"{info['sink_tokens']} and newest {info['recent_tokens']} tokens of up to {requests} running requests); longest "

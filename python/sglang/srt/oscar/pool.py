@@ -34,6 +34,7 @@ class OscarTokenToKVPool(MHATokenToKVPool):
                 f"head_dim={head_dim}, v_head_dim={v_head_dim}; run `oscar calibrate` for this model"
             )
         self.windows: Windows | None = None
+        self.impl = self.runtime.settings.kernels
         self.codecs: dict[int, LayerCodec] = {}
         super().__init__(
             size,
@@ -49,12 +50,22 @@ class OscarTokenToKVPool(MHATokenToKVPool):
         )
 
     def _create_buffers_normal(self):
+        if torch.device(self.device).type == "cpu":
+            k_shape, v_shape = self._kv_buffer_shapes()
+            self.k_buffer = [self._zeros(k_shape) for _ in range(self.layer_num)]
+            self.v_buffer = [self._zeros(v_shape) for _ in range(self.layer_num)]
+        else:
+            super()._create_buffers_normal()
+        for layer_id in self.runtime.native_layers:
+            for buffers, fmt in zip((self.k_buffer, self.v_buffer), self.runtime.formats(layer_id), strict=True):
+                i = layer_id - self.start_layer
+                buffers[i] = self._zeros((buffers[i].shape[0], self.head_num, fmt.row_bytes))
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         if torch.device(self.device).type != "cpu":
-            return super()._create_buffers_normal()
+            return torch.zeros(shape, dtype=torch.uint8, device=self.device)
         # On a CPU torch.zeros touches every page at once; numpy's come from the kernel when they are first written.
-        k_shape, v_shape = self._kv_buffer_shapes()
-        self.k_buffer = [torch.from_numpy(np.zeros(k_shape, np.uint8)) for _ in range(self.layer_num)]
-        self.v_buffer = [torch.from_numpy(np.zeros(v_shape, np.uint8)) for _ in range(self.layer_num)]
+        return torch.from_numpy(np.zeros(shape, np.uint8))
 
     def _init_kv_copy_and_warmup(self):
         # SGLang's copy is a Triton kernel for speculation's slot moves; ours indexes, and needs no set-up.
@@ -90,7 +101,7 @@ class OscarTokenToKVPool(MHATokenToKVPool):
         """`store_kv` into one layer of this pool; returns the transformed rows."""
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(layer_id - self.start_layer)
-        return store_kv(k, v, loc, window_rows, self.layer_cache(layer_id), self.codecs[layer_id])
+        return store_kv(k, v, loc, window_rows, self.layer_cache(layer_id), self.codecs[layer_id], self.impl)
 
     def set_kv_buffer(
         self,
@@ -134,7 +145,8 @@ def describe(pool: OscarTokenToKVPool) -> dict:
         "mode": runtime.settings.codec,
         "method": runtime.artifact.method,
         "artifact": runtime.settings.artifact_path,
-        "bits_per_element": sizing.bits_per_element(runtime.k_format, runtime.v_format),
+        "bits_per_element": runtime.bits_per_element(),
+        "native_layers": runtime.native_layers,
         "bytes_per_token": runtime.bytes_per_token(pool.layer_num, pool.head_num),
         "bytes_per_token_bf16": sizing.bytes_per_token_16_bit(pool.layer_num, pool.head_num, *head_dims),
         "tokens": pool.size,

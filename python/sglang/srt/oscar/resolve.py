@@ -51,6 +51,8 @@ class OscarSettings:
         recent_tokens: newest tokens of a sequence that are also kept in 16 bits, >= 0.
         codec: "int2", or "lossless" for debugging.
         debug_checks: compare every 16-bit row that is read with its 2-bit row.
+        allow_native_layers: layers that the artifact lacks stay in 16 bits.
+        kernels: implementation of the operations, see `oscar_kernel.choose`; "auto", "cpu", "triton" or "reference".
     """
 
     artifact_path: str
@@ -58,6 +60,8 @@ class OscarSettings:
     recent_tokens: int
     codec: str
     debug_checks: bool
+    allow_native_layers: bool
+    kernels: str = "auto"
 
 
 def settings_of(server_args: Any) -> OscarSettings | None:
@@ -72,6 +76,8 @@ def settings_of(server_args: Any) -> OscarSettings | None:
         recent_tokens=resolution_result(server_args, "oscar_recent_tokens"),
         codec=resolution_result(server_args, "oscar_codec"),
         debug_checks=resolution_result(server_args, "oscar_debug_checks"),
+        allow_native_layers=resolution_result(server_args, "oscar_allow_native_layers"),
+        kernels=resolution_result(server_args, "oscar_kernels"),
     )
 
 
@@ -204,7 +210,7 @@ def check_model(server_args: Any) -> None:
     cfg = resolving_view(server_args)
     if cfg.kv_quant != "oscar":
         return
-    _check_machine(cfg.device)
+    _check_machine(cfg.device, cfg.oscar_kernels)
     try:
         model_config = model_config_of(server_args)
     except Exception as error:
@@ -226,12 +232,19 @@ def check_model(server_args: Any) -> None:
             )
 
 
-def _check_machine(device: str) -> None:
+def _check_machine(device: str, kernels: str | None) -> None:
     import torch
 
     kind = "rocm" if device == "cuda" and torch.version.hip else device
     if (sentence := capability.hardware_refusal(kind)) is not None:
         raise refuse(sentence)
+    if kind != "cpu" and kernels == "cpu":
+        raise refuse(f"oscar: --oscar-kernels cpu, the C++ library, does not run on {kind}; drop it, or {capability.ON_CPU}")
+    if kind == "cuda" and kernels != "reference":
+        major, minor = torch.cuda.get_device_capability()
+        sentence = capability.architecture_refusal(f"sm_{major}{minor}", torch.cuda.get_device_name())
+        if sentence is not None:
+            raise refuse(sentence)
     if kind == "cpu" and not _on_our_platform():
         raise refuse(
             "oscar: --kv-quant oscar runs on the CPU only on its own platform, and another one was chosen when sglang was "
@@ -385,9 +398,15 @@ def declare_settings(server_args: Any) -> None:
     codec = cfg.oscar_codec or "int2"
     if codec == "lossless":
         logger.warning("oscar: --oscar-codec lossless is for debugging: the KV cache takes as much memory as in 16 bits")
-    graphs = cfg.cuda_graph_config
-    for phase in (Phase.PREFILL, Phase.DECODE):
-        graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    kernels = cfg.oscar_kernels or "auto"
+    graphs = with_phase(cfg.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
+    if cfg.device != "cuda" or kernels == "reference" or codec == "lossless" or cfg.oscar_debug_checks:
+        graphs = with_phase(graphs, Phase.DECODE, backend=Backend.DISABLED)
+    elif graphs[Phase.DECODE].backend == Backend.BREAKABLE:
+        raise refuse(
+            "oscar: --kv-quant oscar does not go with breakable CUDA graphs in decode: the plan of a step is part of the "
+            "graph; use full ones (the default) or --disable-cuda-graph, or " + capability.OFF
+        )
     declare_resolution(
         server_args,
         SOURCE,
@@ -400,6 +419,7 @@ def declare_settings(server_args: Any) -> None:
         oscar_recent_tokens=recent,
         oscar_calibrate=cfg.oscar_calibrate or "auto",
         oscar_codec=codec,
+        oscar_kernels=kernels,
     )
     context = model_config_of(server_args).context_len
     logger.info(
@@ -457,7 +477,7 @@ def resolve_artifact(server_args: Any) -> tuple[Path, Any]:
                     f"not exist; run `{shlex.join(command)}`, or drop --oscar-calibrate never"
                 )
             calibrate(cfg.model_path, path, command)
-        return path, artifact.load(path, identity)
+        return path, artifact.load(path, identity, native_layers=cfg.oscar_allow_native_layers)
     except artifact.ArtifactError as error:
         sentence = str(error)
         raise refuse(sentence if sentence.startswith("oscar") else f"oscar: {sentence}") from None

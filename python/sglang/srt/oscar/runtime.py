@@ -9,8 +9,9 @@ import torch
 from sglang.srt.oscar.resolve import OscarSettings, settings_of
 
 from oscar import sizing
-from oscar.artifact import Artifact, load
-from oscar.codec import LosslessFormat, RowFormat
+from oscar.artifact import Artifact, LayerTransforms, load
+from oscar.codec import LosslessFormat
+from oscar.sizing import Format
 from oscar_kernel import LayerCodec
 
 
@@ -26,20 +27,39 @@ class Runtime:
         return self.settings.codec == "lossless"
 
     @property
-    def k_format(self) -> RowFormat | LosslessFormat:
+    def k_format(self) -> Format:
+        """Rows of K in a layer that is not native."""
         return LosslessFormat(self.artifact.model.head_dim) if self.lossless else self.artifact.k_format
 
     @property
-    def v_format(self) -> RowFormat | LosslessFormat:
+    def v_format(self) -> Format:
+        """Rows of V in a layer that is not native."""
         return LosslessFormat(self.artifact.model.v_head_dim) if self.lossless else self.artifact.v_format
 
     @property
     def window_dtype(self) -> torch.dtype:
         return torch.float32 if self.lossless else torch.bfloat16
 
+    @property
+    def native_layers(self) -> list[int]:
+        """Layers that stay in 16 bits; with the lossless codec no layer's rows differ from another's."""
+        return [] if self.lossless else self.artifact.native_layers
+
+    def formats(self, layer_id: int) -> tuple[Format, Format]:
+        """Row formats of K and V of one layer."""
+        if layer_id not in self.native_layers:
+            return self.k_format, self.v_format
+        model = self.artifact.model
+        return LosslessFormat(model.head_dim, "bfloat16"), LosslessFormat(model.v_head_dim, "bfloat16")
+
     def bytes_per_token(self, num_layers: int, num_kv_heads: int) -> int:
         """Bytes of one token in the pool on one rank, the slot's map entry included."""
-        return sizing.bytes_per_token(num_layers, num_kv_heads, self.k_format, self.v_format)
+        return sizing.bytes_per_token(num_layers, num_kv_heads, self.k_format, self.v_format, len(self.native_layers))
+
+    def bits_per_element(self) -> float:
+        """Bits of one number of K or V in the pool, mean over layers."""
+        share = len(self.native_layers) / self.artifact.model.num_layers
+        return sizing.bits_per_element(self.k_format, self.v_format, share)
 
     def bytes_per_request(self, num_layers: int, num_kv_heads: int) -> int:
         """Bytes that one request slot adds to the windows on one rank."""
@@ -56,29 +76,14 @@ class Runtime:
             device: where the tensors go.
             fold_v: the value transform is already in W_V and W_O, so none is applied to values and outputs.
         """
-        layer = self.artifact.layers[layer_id]
-        k_transform = layer.k_transform[heads].double()
-
-        def place(tensor, dtype):
-            return None if tensor is None else tensor[heads].to(device, dtype).contiguous()
-
-        v_transform = layer.v_transform[heads].double()
-        return LayerCodec(
-            k_format=self.k_format,
-            v_format=self.v_format,
-            k_transform=k_transform.to(device),
-            # Of an orthogonal transform this is the transform itself, to rounding.
-            q_transform=torch.linalg.inv(k_transform).transpose(1, 2).to(device, torch.float32).contiguous(),
-            v_transform=None if fold_v else v_transform.to(device),
-            v_inverse=None if fold_v else torch.linalg.inv(v_transform).to(device, torch.float32),
-            k_clip=place(layer.k_clip, torch.float32),
-            v_clip=place(layer.v_clip, torch.float32),
-            k_mean=place(layer.k_mean, torch.float64),
-            v_mean=place(layer.v_mean, torch.float64),
-            k_levels=place(layer.k_levels, torch.float32),
-            v_levels=place(layer.v_levels, torch.float32),
-            window_dtype=self.window_dtype,
-        )
+        layer = self.artifact.layers.get(layer_id)
+        if layer is None:  # nothing is done to a native layer's rows
+            model, ones = self.artifact.model, torch.ones(heads.stop - heads.start)
+            k, v = (torch.eye(dim).expand(len(ones), dim, dim) for dim in (model.head_dim, model.v_head_dim))
+            layer, fold_v = LayerTransforms(k, v, ones, ones), True
+        else:
+            layer = layer.of_heads(heads)
+        return LayerCodec.of(layer, *self.formats(layer_id), device, fold_v)
 
 
 def get_runtime(server_args) -> Runtime | None:
@@ -89,4 +94,4 @@ def get_runtime(server_args) -> Runtime | None:
 
 @functools.lru_cache(maxsize=1)
 def _load(settings: OscarSettings) -> Runtime:
-    return Runtime(settings, load(settings.artifact_path))
+    return Runtime(settings, load(settings.artifact_path, native_layers=settings.allow_native_layers))

@@ -14,8 +14,6 @@ Rows   0 .. num_requests * recent_tokens - 1    a ring for each request slot: ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -23,14 +21,27 @@ from oscar.sizing import SINK_SHARE
 from oscar_kernel import ReadPlan, plan_read
 
 
-@dataclass
 class WindowCounters:
-    """Running totals since start, for metrics."""
+    """Running totals since start, for metrics: sink tokens of reused prefixes. Reading one waits for the device."""
 
-    sink_rows_lost: int = 0
-    """Sink tokens of a reused prefix whose 16-bit row was gone: they are read in 2 bits."""
-    sink_rows_reused: int = 0
-    """Sink tokens of a reused prefix found in 16 bits."""
+    def __init__(self, device: str):
+        self._wanted = 0
+        self._found = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, wanted: int, found: Tensor) -> None:
+        """wanted: sink tokens of prefixes. found: how many of them have a row, a scalar on the device."""
+        self._wanted += wanted
+        self._found += found
+
+    @property
+    def sink_rows_reused(self) -> int:
+        """Found in 16 bits."""
+        return int(self._found)
+
+    @property
+    def sink_rows_lost(self) -> int:
+        """Their 16-bit row was gone: they are read in 2 bits."""
+        return self._wanted - int(self._found)
 
 
 class Windows:
@@ -51,9 +62,10 @@ class Windows:
         self.no_row = self.num_rows
         self.row_of_slot = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
         self.slot_of_row = torch.full((self.num_rows + 1,), -1, dtype=torch.int64, device=device)
-        self.counters = WindowCounters()
-        # Of each sink row: the step at which a request last took or found it. Of each request slot: the sink rows it holds.
-        self._last_use = torch.zeros(self.num_sink_rows, dtype=torch.int64, device=device)
+        self.counters = WindowCounters(device)
+        # Of each sink row: the step at which a request last took or found it; one more entry takes writes that belong nowhere.
+        # Of each request slot: the sink rows it holds, by position; num_sink_rows for none.
+        self._last_use = torch.zeros(self.num_sink_rows + 1, dtype=torch.int64, device=device)
         self._held = torch.full((num_requests, sink_tokens), self.num_sink_rows, dtype=torch.int64, device=device)
         self._step = 0
 
@@ -82,12 +94,41 @@ class Windows:
         Returns:
             [num_tokens] int64 row of each token; `no_row` for none.
         """
+        if num_sinks > 0:
+            self._take_sink_rows(request, position, (position < self.sink_tokens) & (request > 0), num_sinks)
+        return self._record(request, position, seq_len, loc)
+
+    def assign_decode(self, request: Tensor, seq_len: Tensor, loc: Tensor) -> Tensor:
+        """`assign` for one new token a sequence, with fixed shapes and nothing read by the host, so that a CUDA graph can hold
+        it: sink rows are those that `reserve_sinks` took for the request when its prompt came.
+
+        Args:
+            request: [bs] int64, req_to_token rows; 0 marks padding. seq_len: [bs] int64, the new token included.
+            loc: [bs] int64, slots being written.
+        Returns:
+            [bs] int64 row of each token; `no_row` for none.
+        """
+        return self._record(request, seq_len - 1, seq_len, loc)
+
+    def reserve_sinks(self, request: Tensor, seq_lens: list[int]) -> None:
+        """Take the sink rows that decode steps will write, for sequences that are still shorter than the sink window.
+
+        request: [bs] int64, req_to_token rows. seq_lens: tokens written so far, on the host.
+        """
+        short = [(b, p) for b, n in enumerate(seq_lens) for p in range(n, self.sink_tokens)]
+        if short:
+            index, position = torch.tensor(short, device=self.row_of_slot.device).unbind(1)
+            self._take_sink_rows(request[index], position, torch.ones_like(index, dtype=torch.bool), len(short))
+
+    def _record(self, request: Tensor, position: Tensor, seq_len: Tensor, loc: Tensor) -> Tensor:
+        """Rows of tokens, sinks from those that their request holds; both maps are set."""
         is_sink = (position < self.sink_tokens) & (request > 0)
         is_recent = (position >= seq_len - self.recent_tokens) & ~is_sink & (request > 0)
         ring = request * self.recent_tokens + position % max(self.recent_tokens, 1)
         rows = torch.where(is_recent, ring, self.no_row)
-        if num_sinks > 0:
-            rows = torch.where(is_sink, self._take_sink_rows(request, position, is_sink, num_sinks), rows)
+        if self.sink_tokens > 0:
+            held = self._held[request, position.clamp(0, self.sink_tokens - 1)]
+            rows = torch.where(is_sink, self.first_sink_row + held, rows)
         self.row_of_slot[loc] = torch.where(rows == self.no_row, -1, rows).int()
         self.slot_of_row[rows] = loc
         self.slot_of_row[self.no_row] = -1
@@ -105,36 +146,34 @@ class Windows:
             self.recent_tokens,
         )
 
-    def note_prefixes(self, plan: ReadPlan, req_pool_indices: Tensor, started: list[int]) -> None:
+    def note_prefixes(self, rows: Tensor, prefix_lens: list[int], req_pool_indices: Tensor, started: list[int]) -> None:
         """Record which sink rows the requests of an extend batch found, so that they keep them; count what they lost.
 
         Args:
-            plan: read plan over the cached prefixes.
+            rows: [bs, sink_tokens] int64, rows of the sinks of the cached prefixes; `no_row` for none.
+            prefix_lens: [bs] on the host, tokens of the cached prefixes.
             req_pool_indices: [bs] int64.
             started: indices into the batch of requests that run their first chunk now; only these count in the metrics.
         """
         if self.sink_tokens == 0:
             return
         self._step += 1
-        found = plan.window_mask[:, : self.sink_tokens]
-        index = torch.where(found, plan.window_rows[:, : self.sink_tokens] - self.first_sink_row, self.num_sink_rows)
+        index = rows - self.first_sink_row
         self._held[req_pool_indices] = index
-        self._last_use[index[found]] = self._step
-        reused = sum(min(plan.kv_lens[b], self.sink_tokens) for b in started)
-        if reused:
-            kept = int(found[started].sum())
-            self.counters.sink_rows_reused += kept
-            self.counters.sink_rows_lost += reused - kept
+        self._last_use[index] = self._step
+        wanted = sum(min(prefix_lens[b], self.sink_tokens) for b in started)
+        if wanted:
+            self.counters.add(wanted, (rows[started] != self.no_row).sum())
 
-    def _take_sink_rows(self, request: Tensor, position: Tensor, is_sink: Tensor, num_sinks: int) -> Tensor:
-        """Rows for sink tokens: the least recently used ones that no request holds. [num_tokens] int64."""
+    def _take_sink_rows(self, request: Tensor, position: Tensor, is_sink: Tensor, num_sinks: int) -> None:
+        """Let requests hold rows for their sink tokens: the least recently used ones that no request holds."""
         self._step += 1
         # Requests hold at most half of the rows (SINK_SHARE), so the other half always has enough for every request slot.
-        age = torch.cat((self._last_use, self._last_use.new_zeros(1)))
+        age = self._last_use.clone()
         age[self._held.flatten()] = torch.iinfo(torch.int64).max
         free = torch.topk(age[:-1], min(num_sinks, self.num_sink_rows), largest=False, sorted=False).indices
         rank = (is_sink.cumsum(0) - 1).clamp(0, free.shape[0] - 1)
-        taken = free[rank]
-        self._last_use[taken[is_sink]] = self._step
-        self._held[request[is_sink], position[is_sink]] = taken[is_sink]
-        return taken + self.first_sink_row
+        taken = torch.where(is_sink, free[rank], self.num_sink_rows)
+        self._last_use[taken] = self._step
+        # What is no sink is written to the row of padding, which holds nothing.
+        self._held[torch.where(is_sink, request, 0), position.clamp(0, self.sink_tokens - 1)] = taken
