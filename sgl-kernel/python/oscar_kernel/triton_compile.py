@@ -30,7 +30,7 @@ from oscar_kernel.triton_tuning import assuming
 
 REPORTED = tuple(key for key, row in ARCHITECTURES.items() if row.in_report)
 """Architectures of the report."""
-EVERY_CASE = ("sm_80", "sm_90", "sm_100", "sm_120")
+EVERY_CASE = ("sm_90", "sm_120")
 """Those for which every case is lowered; the others get the main case."""
 
 KERNELS = {

@@ -163,8 +163,8 @@ def _side_constants(side: Planes) -> tuple:
     limit = torch.finfo(META_DTYPES["bfloat16" if side.meta_bf16 else "float16"]).max
     pad = next_power_of_2(side.dim)
     lanes = math.gcd(side.piece, 16)
-    # 64 registers a thread of matrix in flight.
-    depth = min(pad, NUM_WARPS * 32 * 64 // pad)
+    # 64 registers a thread of matrix in flight; half where more of them hold rows.
+    depth = min(pad, NUM_WARPS * 32 * (64 if pad <= 128 else 32) // pad)
     return side.dim, pad, side.quarter, side.group, side.row_bytes // 4, side.meta_bf16, limit, lanes, depth
 
 
