@@ -191,9 +191,7 @@ def load_corpus(stdlib: Path, docs: Path) -> Corpus:
     random.Random(0).shuffle(corpus.held_out_code)
     # A paragraph that also stands in a training file is no longer held out.
     trained = set("\n".join(corpus.prose).splitlines())
-    prose = "\n\n".join(
-        "\n".join(p for p in document.splitlines() if p not in trained) for document in corpus.held_out_prose
-    )
+    prose = "\n\n".join("\n".join(p for p in document.splitlines() if p not in trained) for document in corpus.held_out_prose)
     corpus.held_out_prose = [prose[: prose.rindex("\n", 0, HELD_OUT_PROSE_BYTES)].strip() + "\n"]
     code = "\n\n".join(corpus.held_out_code)
     corpus.held_out_code = [code[: code.rindex("\n", 0, HELD_OUT_CODE_BYTES)].strip() + "\n"]
