@@ -40,11 +40,13 @@ class ClipSearch:
         self.transforms, self.k_format, self.v_format = transforms, k_format, v_format
         self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
         heads = transforms.k_clip.shape[0]
+        self.cost: Tensor | None = None
         self.errors = {side: torch.zeros(len(GRID), heads, dtype=torch.float64) for side in ("k", "v")}
 
     def add(self, capture: LayerCapture) -> None:
         """Count an attention call in, sequence by sequence, padding left out."""
-        cost = output_cost(capture)
+        if self.cost is None:
+            self.cost = output_cost(capture)
         for row in range(capture.q.shape[0]):
             keep = capture.real[row]
             q, k, v = (x[row][:, keep].float() for x in (capture.q, capture.k, capture.v))
@@ -61,8 +63,8 @@ class ClipSearch:
                 clip = torch.full_like(t.k_clip, quantile)
                 k_hat = reconstruct(k, self.k_format, t.k_transform, clip, t.k_mean, t.k_levels, t.k_shaping)
                 v_hat = reconstruct(v, self.v_format, t.v_transform, clip, t.v_mean, t.v_levels, t.v_shaping)
-                self.errors["k"][i] += output_squares(attend(k_hat, v) - output, cost, k.shape[0])
-                self.errors["v"][i] += output_squares(attend(k, v_hat) - output, cost, k.shape[0])
+                self.errors["k"][i] += output_squares(attend(k_hat, v) - output, self.cost, k.shape[0])
+                self.errors["v"][i] += output_squares(attend(k, v_hat) - output, self.cost, k.shape[0])
 
     def best(self) -> LayerTransforms:
         """The layer with the quantiles of least error in it; of equals the largest, which clips least."""

@@ -110,13 +110,14 @@ class LayerErrorSums:
             return attend_mixed(rows, (k, v), (k_hat, v_hat), exact, positions.visible, capture.sm_scale, capture.logit_cap)
 
         output = attend(k, v, positions.none)
+        square = output_squares(output, self.cost, k.shape[0]).sum().item()
         for name, found in (
             ("attention", attend(k_hat, v_hat, positions.none)),
             ("served", attend(k_hat, v_hat, positions.exact)),
             ("plain_attention", attend(k_plain, v_plain, positions.none)),
         ):
             self.sums[name][0] += output_squares(output - found, self.cost, k.shape[0]).sum().item()
-            self.sums[name][1] += output_squares(output, self.cost, k.shape[0]).sum().item()
+            self.sums[name][1] += square
 
     def _count(self, name: str, x: Tensor, x_hat: Tensor) -> None:
         self.sums[name][0] += (x - x_hat).double().square().sum().item()
