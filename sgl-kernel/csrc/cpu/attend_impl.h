@@ -115,12 +115,12 @@ inline void wide_values(const Tile& tile, const float (*p)[kTile], const float* 
   }
 }
 
-/// Cap one row's logits and mask those beyond `count`.
-inline void finish_logits(float* logits, int count, float cap_log2e) {
+/// Cap one row's logits and mask those from `count` to `keys`.
+inline void finish_logits(float* logits, int count, int keys, float cap_log2e) {
   if (cap_log2e > 0) {
     for (int t = 0; t < count; t += W) store(logits + t, set1(cap_log2e) * tanhv(load(logits + t)));
   }
-  for (int t = count; t < kTile; t++) logits[t] = -kInfinity;
+  for (int t = count; t < keys; t++) logits[t] = -kInfinity;
 }
 
 /// Move a row's running maximum to at least `top`. Returns the factor for what the row has accumulated so far.
@@ -133,7 +133,7 @@ inline float raise_maximum(float* row, int v_dim, float top) {
 
 /// Logits of one row to weights in place, and into the row's sums. Returns the factor for the row's accumulators.
 inline float softmax_tile(float* logits, int count, float cap_log2e, float* row, int v_dim, int groups) {
-  finish_logits(logits, count, cap_log2e);
+  finish_logits(logits, count, kTile, cap_log2e);
   F high = load(logits);
   for (int t = W; t < kTile; t += W) high = vmax(load(logits + t), high);
   const float alpha = raise_maximum(row, v_dim, largest(high)), top = row[v_dim];

@@ -54,15 +54,19 @@ struct RowBuffers {
   int8_t* limbs;
   float* scale;
   float* sums;
-  int view_rows;  // most rows of a view
+  int16_t* tables;  // instead of limbs, or null
+  int view_rows;    // most rows of a view
 
-  /// Bytes of limbs that a view takes: whole blocks.
-  size_t limb_bytes(int dim) const { return size_t(view_rows + kRowBlock - 1) / kRowBlock * kRowBlock * dim * 2; }
+  /// Rows that a view takes in whole blocks.
+  size_t block_rows() const { return size_t(view_rows + kRowBlock - 1) / kRowBlock * kRowBlock; }
+  size_t limb_bytes(int dim) const { return block_rows() * dim * 2; }
+  size_t table_entries(int dim) const { return block_rows() / kRowBlock * oscar_table_entries(dim); }
   int8_t* limbs_of(int first, int dim) const { return limbs + first / view_rows * limb_bytes(dim); }
+  int16_t* tables_of(int first, int dim) const { return tables ? tables + first / view_rows * table_entries(dim) : nullptr; }
 
   QueryRows view(int first, int count, int dim, float cap) const {
     return {count, dim, q + size_t(first) * dim, limbs_of(first, dim), scale + first, sums + size_t(first) * kMaxGroups,
-            cap > 0 ? cap * float(M_LOG2E) : 0.0f};
+            cap > 0 ? cap * float(M_LOG2E) : 0.0f, tables_of(first, dim)};
   }
 };
 
@@ -87,8 +91,13 @@ void prepare(const KernelTable& table, const OscarLayer& layer, const OscarAtten
   if (layer.k.row_kind == kPacked) {
     for (int r = 0; r < num_rows; r += rows.view_rows) {
       const int count = num_rows - r < rows.view_rows ? num_rows - r : rows.view_rows, at = row + r;
-      table.attend->quantise_queries(&layer.k, count, rows.q + size_t(at) * dim, rows.limbs_of(at, dim), rows.scale + at,
-                                     rows.sums + size_t(at) * kMaxGroups);
+      const float* q = rows.q + size_t(at) * dim;
+      float *scale = rows.scale + at, *sums = rows.sums + size_t(at) * kMaxGroups;
+      if (rows.tables) {
+        table.attend->tabulate_queries(&layer.k, count, q, rows.tables_of(at, dim), scale, sums);
+      } else {
+        table.attend->quantise_queries(&layer.k, count, q, rows.limbs_of(at, dim), scale, sums);
+      }
     }
   }
 }
@@ -100,12 +109,16 @@ void clear_state(float* state, int rows, int stride, int v_dim) {
   }
 }
 
+bool looks_up(const KernelTable& table, const OscarLayer& layer, int num_rows) {
+  return layer.k.row_kind == kPacked && table.attend->looks_up && table.attend->looks_up(&layer, num_rows);
+}
+
 /// Offsets of one tile's keys; entries beyond `count` repeat the last one.
 struct Offsets {
-  int64_t k[kTile], v[kTile];
+  int64_t k[kLookUpTile], v[kLookUpTile];
 
-  void fill(const int32_t* index, int count, int64_t k_stride, int64_t v_stride) {
-    for (int t = 0; t < kTile; t++) {
+  void fill(const int32_t* index, int count, int keys, int64_t k_stride, int64_t v_stride) {
+    for (int t = 0; t < keys; t++) {
       const int64_t at = index[t < count ? t : count - 1];
       k[t] = at * k_stride;
       v[t] = at * v_stride;
@@ -142,21 +155,21 @@ Source window_source(const OscarLayer& layer, const OscarPlan& plan) {
           layer.k.head_dim * element, layer.v.head_dim * element};
 }
 
-/// Keys [begin, end) of a source for heads [first_head, last_head); `rows(head)` and `state(head)` say whose.
+/// Keys [begin, end) of a source, `keys` at a time, for heads [first_head, last_head); `rows(head)`, `state(head)` say whose.
 template <class RowsOf, class StateOf>
 void attend_range(const KernelTable& table, const OscarLayer& layer, const Source& source, int64_t begin, int64_t end,
-                  int first_head, int last_head, RowsOf rows, StateOf state) {
+                  int first_head, int last_head, int keys, RowsOf rows, StateOf state) {
   Offsets offsets[2];
   const int heads = last_head - first_head;
-  const auto count_at = [&](int64_t start) { return start >= end ? 0 : end - start < kTile ? int(end - start) : int(kTile); };
+  const auto count_at = [&](int64_t start) { return start >= end ? 0 : end - start < keys ? int(end - start) : keys; };
   Tile tile = {};
-  if (begin < end) offsets[0].fill(source.indices + begin, count_at(begin), source.k_stride, source.v_stride);
+  if (begin < end) offsets[0].fill(source.indices + begin, count_at(begin), keys, source.k_stride, source.v_stride);
   int now = 0;
-  for (int64_t start = begin; start < end; start += kTile, now ^= 1) {
+  for (int64_t start = begin; start < end; start += keys, now ^= 1) {
     const Offsets &here = offsets[now], &after = offsets[now ^ 1];
-    const int count_after = count_at(start + kTile);
+    const int count_after = count_at(start + keys);
     if (count_after) {
-      offsets[now ^ 1].fill(source.indices + start + kTile, count_after, source.k_stride, source.v_stride);
+      offsets[now ^ 1].fill(source.indices + start + keys, count_after, keys, source.k_stride, source.v_stride);
     }
     Ahead ahead = {};
     ahead.k_base = source.k + first_head * source.k_head;
@@ -233,8 +246,8 @@ extern "C" int oscar_cpu_decode(const OscarLayer* layer, const OscarPlan* plan, 
   const int64_t cost = plan->kv_indptr[bs] + plan->window_indptr[bs] * kWindowShare;
   int threads = args->num_threads > 0 ? args->num_threads : 1;
   if (cost * heads * group * (dim + v_dim) < kSmallWork) threads = 1;
-  int64_t chunk = round_up(cost / (int64_t(threads) * kTasksPerThread) + 1, kTile);
-  if (threads == 1) chunk = round_up(cost + 1, kTile);
+  int64_t chunk = round_up(cost / (int64_t(threads) * kTasksPerThread) + 1, kLookUpTile);
+  if (threads == 1) chunk = round_up(cost + 1, kLookUpTile);
   if (chunk < kMinChunk) chunk = kMinChunk;
   const int64_t window_chunk = chunk / kWindowShare < kTile ? kTile : round_up(chunk / kWindowShare, kTile);
   int64_t max_tasks = 0;
@@ -252,7 +265,12 @@ extern "C" int oscar_cpu_decode(const OscarLayer* layer, const OscarPlan* plan, 
   Task* tasks;
   int64_t* first_task;
   arena.reserve(&queries.q, head_rows * dim);
-  arena.reserve(&queries.limbs, size_t(bs) * heads * queries.limb_bytes(dim));
+  const bool tables = looks_up(*table, *layer, group);
+  if (tables) {
+    arena.reserve(&queries.tables, size_t(bs) * heads * queries.table_entries(dim));
+  } else {
+    arena.reserve(&queries.limbs, size_t(bs) * heads * queries.limb_bytes(dim));
+  }
   arena.reserve(&queries.scale, head_rows);
   arena.reserve(&queries.sums, head_rows * kMaxGroups);
   arena.reserve(&raw, head_rows * dim);
@@ -296,6 +314,7 @@ extern "C" int oscar_cpu_decode(const OscarLayer* layer, const OscarPlan* plan, 
       clear_state(own, heads * group, stride, v_dim);
       attend_range(
           *table, *layer, task.window ? windows : pool, task.begin, task.end, 0, heads,
+          tables && !task.window ? kLookUpTile : kTile,
           [&](int head) { return queries.view(int(rows * head + size_t(task.sequence) * group), group, dim, args->logit_cap); },
           [&](int head) { return State{own + size_t(head) * group * stride, stride}; });
       left[task.sequence].fetch_sub(1, std::memory_order_release);
@@ -339,7 +358,12 @@ extern "C" int oscar_cpu_extend(const OscarLayer* layer, const OscarPlan* plan, 
   const size_t all_rows = size_t(num_rows) * threads;
   const int widest = dim > v_dim ? dim : v_dim;
   arena.reserve(&queries.q, all_rows * dim);
-  arena.reserve(&queries.limbs, threads * queries.limb_bytes(dim));
+  const bool tables = looks_up(*table, *layer, num_rows);
+  if (tables) {
+    arena.reserve(&queries.tables, threads * queries.table_entries(dim));
+  } else {
+    arena.reserve(&queries.limbs, threads * queries.limb_bytes(dim));
+  }
   arena.reserve(&queries.scale, all_rows);
   arena.reserve(&queries.sums, all_rows * kMaxGroups);
   arena.reserve(&raw, all_rows * widest);
@@ -379,9 +403,10 @@ extern "C" int oscar_cpu_extend(const OscarLayer* layer, const OscarPlan* plan, 
       clear_state(state_data, rows.num_rows, stride, v_dim);
       const auto rows_of = [&](int) { return rows; };
       const auto state_of = [&](int) { return state; };
-      attend_range(*table, *layer, windows, plan->window_indptr[b], plan->window_indptr[b + 1], head, head + 1, rows_of,
-                   state_of);
-      attend_range(*table, *layer, pool, plan->kv_indptr[b], plan->kv_indptr[b + 1], head, head + 1, rows_of, state_of);
+      attend_range(*table, *layer, windows, plan->window_indptr[b], plan->window_indptr[b + 1], head, head + 1, kTile,
+                   rows_of, state_of);
+      attend_range(*table, *layer, pool, plan->kv_indptr[b], plan->kv_indptr[b + 1], head, head + 1,
+                   tables ? kLookUpTile : kTile, rows_of, state_of);
 
       const int64_t first_new = args->qo_indptr[b];
       for (int64_t start = first_new; start < unit.end; start += kTile) {

@@ -16,6 +16,9 @@ enum {
   kTile = 64,       // keys handled at once; codes of one head and tile (2 KiB each of K and V at 128) stay in L1
   kRowBlock = 4,    // query rows handled at once: 4 x 2 limbs x 2 key blocks = 16 of 32 registers accumulate
   kMaxDim = 256,    // largest head_dim
+  kLookUpTile = 128,  // keys handled at once where logits come from tables, which 8 heads' do not keep in L1
+  kEntries = 32,      // of a table: all values of five bits
+  kFactorEntries = 160,  // (kMaxDim / 8 + 2) * kRowBlock, up to a cache line
   kMaxGroups = 8,   // most (centre, step) pairs a row that the integer path takes
 };
 
@@ -28,7 +31,20 @@ struct QueryRows {
   const float* scale;  // [num_rows]
   const float* sums;   // [num_rows, kMaxGroups]: per K group sum of 256 * high + low
   float cap_log2e;     // logit cap times log2(e): the logit in base 2 is cap_log2e * tanh(q . k); 0 for no cap
+  /// Or null: logits by look-up, for rows with one K group, in blocks of kRowBlock query rows. A row of codes is 16-bit words
+  /// of 8 channels. A part is a sum of entries that fits 16 bits: of each word those of bits 0..4, 5..9 and 10..14; then those of
+  /// bit 15, five words at a time, in two parts. The sum of factor * part is (q . (code - 1.5)) / scale; `sums` has q / scale.
+  ///
+  ///     int16   0                                             kFactorEntries
+  ///             | factors [parts / 2][kRowBlock][2] | padding | tables [oscar_lookups(dim)][kRowBlock][kEntries] |
+  const int16_t* tables;
 };
+
+/// Tables of a row.
+static inline int oscar_lookups(int dim) { return 3 * (dim / 8) + (dim / 8 + 4) / 5; }
+
+/// Numbers of a block.
+static inline size_t oscar_table_entries(int dim) { return kFactorEntries + size_t(oscar_lookups(dim)) * kRowBlock * kEntries; }
 
 /// Softmax state of those rows, in base 2: o = (acc + r) / l. Sums over keys stay spread over vector lanes until the end.
 ///
@@ -69,12 +85,12 @@ struct Ahead {
 /// Rows of one side of a tile. A row is at base plus its offset, in bytes: bases change with the head, offsets are the slots'.
 struct TileRows {
   const uint8_t* base;
-  const int64_t* offset;  // [kTile]; entries beyond the tile's count repeat a valid one
+  const int64_t* offset;  // [kTile] or [kLookUpTile]; entries beyond the tile's count repeat a valid one
 };
 
-/// Up to kTile keys of one KV head.
+/// Up to kTile keys of one KV head, or kLookUpTile of 2-bit rows with tables.
 struct Tile {
-  int count;  // keys, 1..kTile
+  int count;  // keys, from 1
   TileRows k, v;
   const int32_t* limit;  // [num_rows] keys of this tile that a row sees, or null for all
   Ahead* ahead;          // what to prefetch
@@ -95,6 +111,10 @@ struct AttendTable {
   void (*to_float)(const void* x, int dtype, int n, float* y);
   /// Read memory; returns a checksum.
   uint64_t (*read)(const void* data, int64_t bytes);
+  /// Whether tiles of 2-bit rows are looked up, in tiles of kLookUpTile keys, for so many query rows a KV head. Null for never.
+  bool (*looks_up)(const OscarLayer* layer, int num_rows);
+  /// Then instead of quantise_queries.
+  void (*tabulate_queries)(const OscarSide* k, int num_rows, const float* q, int16_t* tables, float* scale, float* sums);
 };
 
 /// Tokens of one KV head of one side: where they come from and where they go. Strides in bytes.
@@ -128,7 +148,7 @@ struct KernelTable {
 extern const AttendTable kAttendPortable;
 extern const StoreTable kStorePortable;
 #if defined(__x86_64__)
-extern const AttendTable kAttendAvx2, kAttendAvx512;
+extern const AttendTable kAttendAvx2, kAttendAvx512, kAttendAmx, kAttendAmxEmulated;
 extern const StoreTable kStoreAvx2, kStoreAvx512;
 #endif
 
