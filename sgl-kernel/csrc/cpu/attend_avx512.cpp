@@ -227,7 +227,7 @@ inline void packed_rows(const OscarLayer& layer, const Tile& tile, const QueryRo
                         const Operands& x) {
   alignas(64) float logits[NH][kLookUpTile];
   Weights weights[NH][kMaxGroups];
-  if (kKeys == kLookUpTile) {
+  if constexpr (kKeys == kLookUpTile) {
     key_lookups<NH, kQuarter / 2>(layer.k.head_dim, x.words16, x.k_meta, rows, first, tile.ahead, logits);
   } else {
     key_dots<NH>(layer.k, x.words32, x.k_meta, rows, first, tile.ahead, logits);
@@ -250,8 +250,16 @@ inline void packed_rows(const OscarLayer& layer, const Tile& tile, const QueryRo
 }
 
 template <int kKeys, int kQuarter>
-inline void packed_blocks(const OscarLayer& layer, const Tile& tile, const QueryRows& rows, const State& state,
-                          const Operands& x) {
+inline void packed_keys(const OscarLayer& layer, const Tile& tile, const QueryRows& rows, const State& state) {
+  Operands x;
+  read_meta<kQuarter>(layer.k, tile.k, kKeys, &x.k_meta);
+  read_meta<kQuarter>(layer.v, tile.v, kKeys, &x.v_meta);
+  if constexpr (kKeys == kLookUpTile) {
+    transpose_keys<kQuarter>(tile, layer.k.head_dim, x.words16);
+  } else {
+    transpose_keys(tile, layer.k.head_dim, x.words32);
+  }
+  interleave_values<kQuarter>(tile, layer.v.head_dim, kKeys, x.quads);
   for (int first = 0; first < rows.num_rows; first += kRowBlock) {
     switch (rows.num_rows - first) {
       case 1: packed_rows<1, kKeys, kQuarter>(layer, tile, rows, first, state, x); break;
@@ -262,31 +270,16 @@ inline void packed_blocks(const OscarLayer& layer, const Tile& tile, const Query
   }
 }
 
-template <int kKeys>
-inline void read_tile(const OscarLayer& layer, const Tile& tile, Operands* x) {
-  read_meta(layer.k, tile.k, kKeys, &x->k_meta);
-  read_meta(layer.v, tile.v, kKeys, &x->v_meta);
-  interleave_values(tile, layer.v.head_dim / kCodesPerByte, kKeys, x->quads);
-}
-
 void packed_tile(const OscarLayer& layer, int head, const Tile& tile, const QueryRows& rows, const State& state) {
-  Operands x;
-  const int quarter = layer.k.head_dim / kCodesPerByte;
-  if (!rows.tables) {
-    read_tile<kTile>(layer, tile, &x);
-    transpose_keys(tile, quarter, x.words32);
-    packed_blocks<kTile, 0>(layer, tile, rows, state, x);
-    return;
-  }
-  read_tile<kLookUpTile>(layer, tile, &x);
-  transpose_keys(tile, quarter, x.words16);
   const bool plain = layer.v.head_dim == layer.k.head_dim && layer.v.group_size == layer.v.head_dim;
-  if (plain && quarter == 32) {
-    packed_blocks<kLookUpTile, 32>(layer, tile, rows, state, x);
-  } else if (plain && quarter == 16) {
-    packed_blocks<kLookUpTile, 16>(layer, tile, rows, state, x);
+  if (!rows.tables) {
+    packed_keys<kTile, 0>(layer, tile, rows, state);
+  } else if (plain && layer.k.head_dim == 128) {
+    packed_keys<kLookUpTile, 32>(layer, tile, rows, state);
+  } else if (plain && layer.k.head_dim == 64) {
+    packed_keys<kLookUpTile, 16>(layer, tile, rows, state);
   } else {
-    packed_blocks<kLookUpTile, 0>(layer, tile, rows, state, x);
+    packed_keys<kLookUpTile, 0>(layer, tile, rows, state);
   }
 }
 

@@ -31,9 +31,12 @@ struct Meta {
   alignas(64) float step[kMaxGroups][kLookUpTile];
 };
 
-/// Centres and steps of a tile's rows, by group. keys: a multiple of 16.
+/// Centres and steps of a tile's rows, by group. keys: a multiple of 16. kQuarter, here and below: code bytes of a row with one
+/// group, 0 for any row.
+template <int kQuarter>
 inline void read_meta(const OscarSide& side, const TileRows& rows, int keys, Meta* meta) {
-  const int quarter = side.head_dim / kCodesPerByte, groups = side.head_dim / side.group_size;
+  const int quarter = kQuarter ? kQuarter : side.head_dim / kCodesPerByte;
+  const int groups = kQuarter ? 1 : side.head_dim / side.group_size;
   for (int g = 0; g < groups; g++) {
     const uint8_t* at = rows.base + quarter + g * kMetaBytes;
     for (int t = 0; t < keys; t += 16) {
@@ -58,7 +61,8 @@ inline void read_meta(const OscarSide& side, const TileRows& rows, int keys, Met
 }
 
 /// words[j][t]: 32-bit word j of the codes of key t.
-inline void transpose_keys(const Tile& tile, int quarter, uint32_t (*words)[kTile]) {
+inline void transpose_keys(const Tile& tile, int head_dim, uint32_t (*words)[kTile]) {
+  const int quarter = head_dim / kCodesPerByte;
   for (int t = 0; t < kTile; t += 16) {
     for (int first = 0; first < quarter; first += 32) {
       __m512i a[8];
@@ -116,7 +120,9 @@ inline void transpose_lanes(__m512i* a) {
 
 /// words[j][..]: 16-bit word j of the codes of a tile's keys. Of 32 keys, 128-bit lane L holds keys 4L .. 4L+3, then
 /// 16+4L .. 16+4L+3: unpacking to 32 bits, which takes the halves of lanes apart, then gives 16 keys in order.
-inline void transpose_keys(const Tile& tile, int quarter, uint16_t (*words)[kLookUpTile]) {
+template <int kQuarter>
+inline void transpose_keys(const Tile& tile, int head_dim, uint16_t (*words)[kLookUpTile]) {
+  const int quarter = kQuarter ? kQuarter : head_dim / kCodesPerByte;
   for (int t = 0; t < kLookUpTile; t += 32) {
     for (int first = 0; first < quarter; first += 32) {
       const int left = quarter - first;
@@ -142,7 +148,9 @@ inline void transpose_keys(const Tile& tile, int quarter, uint16_t (*words)[kLoo
 }
 
 /// quads[i][z]: for keys 4i .. 4i+3 and code bytes 16z .. 16z+15, one byte of each key in every 32-bit lane.
-inline void interleave_values(const Tile& tile, int quarter, int keys, uint8_t (*quads)[kMaxWords / 4][64]) {
+template <int kQuarter>
+inline void interleave_values(const Tile& tile, int head_dim, int keys, uint8_t (*quads)[kMaxWords / 4][64]) {
+  const int quarter = kQuarter ? kQuarter : head_dim / kCodesPerByte;
   const __m512i low_words = _mm512_setr_epi32(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
   const __m512i high_words = _mm512_add_epi32(low_words, _mm512_set1_epi32(4));
   const __m512i bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
