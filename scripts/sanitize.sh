@@ -2,6 +2,7 @@
 # The kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer. Arguments go to pytest.
 #
 # Builds an instrumented library in a folder of its own; PyTorch's own code is not instrumented, so leaks are not looked for.
+# AMX instructions are opaque to the instruments: level amx_emulated has their reads and writes in C++, from the same source.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 work="$(mktemp -d)"

@@ -33,6 +33,8 @@ ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"],
 }
+ISA_FLAGS["amx"] = [*ISA_FLAGS["avx512"], "-mamx-tile", "-mamx-bf16"]
+ISA_FLAGS["amx_emulated"] = ISA_FLAGS["avx512"]
 
 
 def compiler() -> list[str] | None:
@@ -52,6 +54,7 @@ def sources() -> list[tuple[Path, list[str]]]:
     for isa, flags in ISA_FLAGS.items():
         if isa == "portable" or x86:
             files.append((SOURCE / f"attend_{isa}.cpp", flags))
+        if isa == "portable" or (x86 and not isa.startswith("amx")):  # which stores as avx512 does
             files.append((SOURCE / f"store_{isa}.cpp", [*flags, *STORE_FLAGS]))
     return files
 

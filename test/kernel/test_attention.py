@@ -1,6 +1,7 @@
 """Store, decode and extend against a float64 oracle that looks at one token at a time."""
 
 import itertools
+import os
 import sys
 
 import pytest
@@ -15,12 +16,15 @@ from oscar_kernel.attend import attend, merge_states
 
 SINK, RECENT = 4, 16
 
-IMPLS = ["reference", "portable", "avx2", "avx512"]
+IMPLS = ["reference", "portable", "avx2", "avx512", "amx"]
 """PyTorch, and the levels of the C++ library."""
 
-TOLERANCE = {"reference": 1e-5, "portable": 1e-5, "avx2": 1e-5, "avx512": 5e-4}
+EXTEND_IMPLS = [*IMPLS, "amx_emulated"]
+"""The emulated level differs from avx512 where many query rows meet a tile of keys."""
+
+TOLERANCE = {"reference": 1e-5, "portable": 1e-5, "avx2": 1e-5, "avx512": 5e-4, "amx": 5e-4, "amx_emulated": 5e-4}
 """Largest error of a query head's output against float64 on the same rows, relative to its norm. The integer kernels carry 16
-bits of a query and 13 of a weight; the others are float32 throughout."""
+bits of a query and 13 of a weight, AMX 16 of both; the others are float32 throughout."""
 
 
 @pytest.fixture(params=IMPLS)
@@ -57,9 +61,11 @@ def codec_of(
     meta_dtype="float16",
     float32=False,
     clip=(0.96, 0.92),
+    window_dtype=None,
     seed=0,
 ):
     g = torch.Generator().manual_seed(seed)
+    window_dtype = window_dtype or (torch.float32 if lossless else torch.bfloat16)
 
     def transform(dim):
         t = torch.randn(num_kv_heads, dim, dim, generator=g, dtype=torch.float64)
@@ -67,7 +73,9 @@ def codec_of(
         return t.float().double() if float32 else t  # an artifact keeps float32
 
     def row_format(dim):
-        return LosslessFormat(dim) if lossless else RowFormat(dim, group_size, meta_dtype)
+        if lossless:
+            return LosslessFormat(dim, "bfloat16" if window_dtype == torch.bfloat16 else "float32")
+        return RowFormat(dim, group_size, meta_dtype)
 
     def table():
         return (torch.randn(num_kv_heads, 4, generator=g) * 160).clamp(-1000, 1000).round().sort(-1).values / 256
@@ -91,7 +99,7 @@ def codec_of(
         v_levels=table() if levels else None,
         k_shaping=triangle(head_dim),
         v_shaping=triangle(v_head_dim),
-        window_dtype=torch.float32 if lossless else torch.bfloat16,
+        window_dtype=window_dtype,
     )
 
 
@@ -290,7 +298,7 @@ def test_a_level_that_is_missing_is_refused():
     with pytest.raises(ValueError, match="isa must be one of portable"):
         decode_attention(q, batch.cache, codec, batch.plan([3]), 1.0, isa="mmx")
     for isa in set(cpu.isa_names()) - set(cpu.supported_isas()):
-        with pytest.raises(RuntimeError, match="lacks that level"):
+        with pytest.raises(RuntimeError, match="lacks that level: (the|Linux|its) .*; it can run portable"):
             decode_attention(q, batch.cache, codec, batch.plan([3]), 1.0, isa=isa)
     with pytest.raises(ValueError, match="impl must be one of"):
         decode_attention(q, batch.cache, codec, batch.plan([3]), 1.0, impl="best")
@@ -298,6 +306,14 @@ def test_a_level_that_is_missing_is_refused():
         decode_attention(q.double(), batch.cache, codec, batch.plan([3]), 1.0, impl="cpu")
 
 
+@pytest.mark.skipif(bool(os.environ.get("OSCAR_CPU_ISA")), reason="OSCAR_CPU_ISA chooses")
+def test_the_best_level_is_chosen_and_no_emulated_one():
+    if cpu.library() is None:
+        pytest.skip("the C++ library is not built")
+    assert cpu.default_isa() == [isa for isa in cpu.supported_isas() if isa != "amx_emulated"][-1]
+
+
+@pytest.mark.parametrize("backend", EXTEND_IMPLS, indirect=True)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_batches(data, backend):
@@ -368,6 +384,7 @@ def test_custom_operators():
 
 @pytest.mark.parametrize("num_kv_heads, group, head_dim, v_head_dim", SHAPES[:4])
 @pytest.mark.parametrize("options", [{}, {"mean": True}, {"lossless": True}])
+@pytest.mark.parametrize("backend", EXTEND_IMPLS, indirect=True)
 def test_extend(num_kv_heads, group, head_dim, v_head_dim, options, backend, monkeypatch):
     module = sys.modules[extend_attention.__module__]
     monkeypatch.setattr(module, "Q_TILE", 7)
@@ -392,6 +409,48 @@ def test_extend(num_kv_heads, group, head_dim, v_head_dim, options, backend, mon
             keys, values = torch.cat((k, k_new[fresh].double())), torch.cat((v, v_new[fresh].double()))
             expected = batch.oracle(q[i], keys, values, head_dim**-0.5, 0.0)
             assert_heads_close(out[i], expected, backend)
+
+
+BFLOAT16 = {"lossless": True, "window_dtype": torch.bfloat16}  # a layer that stays in 16 bits
+
+
+@pytest.mark.parametrize(
+    "group, head_dim, v_head_dim, options, cap",
+    [
+        (4, 128, 128, {}, 0.0),
+        (1, 16, 16, {}, 5.0),
+        (2, 80, 112, {"mean": True}, 5.0),  # a last step of 16 channels
+        (16, 192, 128, {}, 0.0),
+        (3, 128, 128, {"group_size": 32}, 5.0),
+        (7, 64, 128, {"group_size": 16}, 0.0),
+        (5, 96, 48, {"group_size": 48, "meta_dtype": "bfloat16"}, 0.0),
+        (2, 240, 240, {"group_size": 48}, 0.0),
+        (1, 256, 256, {"group_size": 128}, 0.0),
+        (4, 128, 128, {"group_size": 8}, 0.0),
+        (4, 112, 112, {"levels": True}, 0.0),
+        (4, 128, 64, BFLOAT16, 5.0),
+        (3, 80, 80, BFLOAT16, 0.0),
+        (4, 64, 64, {"lossless": True}, 0.0),
+    ],
+)
+@pytest.mark.parametrize("backend", EXTEND_IMPLS, indirect=True)
+def test_extend_many_rows(group, head_dim, v_head_dim, options, cap, backend):
+    """New tokens that fill units of 128 rows and tiles of 64 keys, and leave part of the last ones."""
+    codec, prefix, new_lens = codec_of(2, head_dim, v_head_dim, **options), [0, 1, 150, 300], [90, 65, 33, 70]
+    batch = Batch(prefix, 2, group, head_dim, v_head_dim, codec)
+    indptr, g = [0, *itertools.accumulate(new_lens)], torch.Generator().manual_seed(13)
+    q = torch.randn(indptr[-1], 2 * group, head_dim, generator=g).bfloat16()
+    k_new = codec.transform_k(torch.randn(indptr[-1], 2, head_dim, generator=g))
+    v_new = codec.transform_v(torch.randn(indptr[-1], 2, v_head_dim, generator=g))
+    scale = head_dim**-0.5
+    out = extend_attention(q, k_new, v_new, indptr, batch.cache, codec, batch.plan(prefix), scale, cap, **backend)
+    for b, n in enumerate(prefix):
+        k, v = batch.stored(b, n) if n else (k_new[:0].double(), v_new[:0].double())
+        for i in {0, 31, min(64, new_lens[b] - 1), new_lens[b] - 1}:
+            fresh = slice(indptr[b], indptr[b] + i + 1)
+            keys, values = torch.cat((k, k_new[fresh].double())), torch.cat((v, v_new[fresh].double()))
+            expected = batch.oracle(q[indptr[b] + i], keys, values, scale, cap)
+            assert_heads_close(out[indptr[b] + i], expected, backend)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192])

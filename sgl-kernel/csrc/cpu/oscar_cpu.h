@@ -105,11 +105,15 @@ OSCAR_API int oscar_codec_constants(int64_t* out, int capacity);
 /// Sizes of OscarSide, OscarLayer, OscarPlan, OscarAttend, OscarStore in bytes: a caller compares them with its own.
 OSCAR_API int oscar_cpu_struct_sizes(int64_t* out, int capacity);
 
-/// Levels this library holds, best last: null-terminated array of names ("portable", "avx2", "avx512").
+/// Levels this library holds, best last: null-terminated array of names ("portable", "avx2", "avx512", "amx"). Behind them
+/// "amx_emulated", which tests ask for on machines without AMX and nothing chooses.
 OSCAR_API const char* const* oscar_cpu_isa_names(void);
 
 /// Whether CPU and operating system can run a level: 1 or 0; -1 for an unknown name.
 OSCAR_API int oscar_cpu_isa_supported(const char* isa);
+
+/// Why a level is not supported: what CPU or operating system lack, or refuse; null where it is, or for an unknown name.
+OSCAR_API const char* oscar_cpu_isa_missing(const char* isa);
 
 /// The level that a null `isa` means: OSCAR_CPU_ISA of the environment if set, else the best one supported.
 OSCAR_API const char* oscar_cpu_default_isa(void);

@@ -132,6 +132,8 @@ def library() -> ctypes.CDLL | None:
     lib.oscar_cpu_default_isa.restype = c_char_p
     lib.oscar_cpu_status_text.restype = c_char_p
     lib.oscar_cpu_isa_supported.argtypes = [c_char_p]
+    lib.oscar_cpu_isa_missing.argtypes = [c_char_p]
+    lib.oscar_cpu_isa_missing.restype = c_char_p
     lib.oscar_cpu_isa_names.restype = ctypes.POINTER(c_char_p)
     lib.oscar_cpu_read.restype = ctypes.c_uint64
     lib.oscar_cpu_read.argtypes = [c_void_p, c_int64, ctypes.c_int, c_char_p]
@@ -143,8 +145,15 @@ def library() -> ctypes.CDLL | None:
     isa = lib.oscar_cpu_default_isa().decode()
     if lib.oscar_cpu_isa_supported(isa.encode()) != 1:
         raise RuntimeError(_isa_sentence(lib, isa, "OSCAR_CPU_ISA"))
-    logger.info("oscar_kernel: CPU kernels at level %s of %s", isa, ", ".join(isa_names(lib)))
+    missing = [f"not {name}: {_missing(lib, name)}" for name in isa_names(lib) if _missing(lib, name)]
+    logger.info("oscar_kernel: CPU kernels at level %s", "; ".join([isa, *missing]))
     return lib
+
+
+def _missing(lib: ctypes.CDLL, isa: str) -> str | None:
+    """What CPU or system lack for a level, or refuse; None where it runs."""
+    reason = lib.oscar_cpu_isa_missing(isa.encode())
+    return reason and reason.decode()
 
 
 def _numbers(function) -> list[int]:
@@ -159,7 +168,7 @@ def codec_constants() -> dict[str, int]:
 
 
 def isa_names(lib: ctypes.CDLL | None = None) -> list[str]:
-    """Levels the library holds, the best last."""
+    """Levels the library holds, the best last, and behind it `amx_emulated`, which only tests ask for."""
     names = (lib or library()).oscar_cpu_isa_names()
     found = []
     while names[len(found)]:
@@ -182,8 +191,8 @@ def _isa_sentence(lib: ctypes.CDLL, isa: str, source: str) -> str:
     names = isa_names(lib)
     if isa not in names:
         return f"oscar_kernel: {source} must be one of {', '.join(names)}, got {isa!r}"
-    usable = [name for name in names if lib.oscar_cpu_isa_supported(name.encode()) == 1]
-    return f"oscar_kernel: {source}={isa}, but this CPU or its system lacks that level; it can run {', '.join(usable)}"
+    usable = ", ".join(name for name in names if _missing(lib, name) is None)
+    return f"oscar_kernel: {source}={isa}, but this machine lacks that level: {_missing(lib, isa)}; it can run {usable}"
 
 
 def obstacle(codec: LayerCodec, cache: LayerCache, *tensors: Tensor) -> str | None:
