@@ -22,12 +22,14 @@ from oscar_kernel import (
     triton_decode,
     triton_extend,
     triton_plan,
+    triton_step_codes,
     triton_store,
     triton_tuning,
 )
 from oscar_kernel.extend_attention import extend_attention_ref as extend_reference
 from oscar_kernel.plan_read import plan_read
 from oscar_kernel.store_kv import store_kv_ref as store_reference
+from oscar_kernel.triton_common import prepare
 
 SINK, RECENT = 64, 256
 DECODE_ERROR = 5e-3
@@ -48,6 +50,7 @@ class Sizes:
     bench_batches: tuple = (1, 8, 32)
     bench_contexts: tuple = (8192, 32768, 102400)
     bench_stores: tuple = (1, 32, 8192)
+    bench_layers: int = 36
     l2_bytes: int = 256 << 20
     copy_bytes: int = 1 << 30
 
@@ -55,7 +58,7 @@ class Sizes:
     def miniature(cls) -> Sizes:
         return cls(
             heads=2, ratio=2, dim=64, store_tokens=(1, 17), decode_lens=(1, 330), extend=((0, 20), (330, 5)),
-            bench_batches=(1, 2), bench_contexts=(400,), bench_stores=(2,), l2_bytes=1, copy_bytes=1 << 20,
+            bench_batches=(1, 2), bench_contexts=(400,), bench_stores=(2,), bench_layers=3, l2_bytes=1, copy_bytes=1 << 20,
         )  # fmt: skip
 
 
@@ -93,8 +96,9 @@ def codec_of(heads: int, dim: int, device: str, variant: Variant | None = None) 
         fmt, fmt, transform, query, None if fold else transform, None if fold else inverse.float().contiguous(), clip, clip
     )
     if variant.shaped:
+        # Exact in float16, as those of an artifact are.
         codec.k_shaping, codec.v_shaping = (
-            (torch.randn(heads, dim, dim, generator=g) / dim**0.5).triu(1).to(device) for _ in range(2)
+            (torch.randn(heads, dim, dim, generator=g) / dim**0.5).triu(1).half().float().to(device) for _ in range(2)
         )
     return codec
 
@@ -203,6 +207,24 @@ def check_store(sizes: Sizes, device: str, variant: Variant) -> str | None:
     return None
 
 
+def check_step_codes(sizes: Sizes, device: str) -> str | None:
+    """Codes of several layers that are written at the end of a decode step."""
+    codec = codec_of(sizes.heads, sizes.dim, device, Variant(shaped=True))
+    for n in sizes.store_tokens[:-1]:
+        layers = [(new_tokens(sizes, n, device), *(empty_cache(sizes, codec, n, device) for _ in range(2))) for _ in range(3)]
+        _, _, loc, rows = layers[0][0]
+        for (k, v, _, _), expected, got in layers:
+            store_reference(k, v, loc, rows, expected, codec)
+            triton_store.store_kv(k, v, loc, rows, got, codec, return_rows=False, codes_later=True)
+        triton_step_codes.StepCodes([(got, prepare(codec)) for _, _, got in layers]).write(loc, rows)
+        for i, (_, expected, got) in enumerate(layers):
+            for name in ("k_buffer", "v_buffer"):
+                a, b = getattr(expected, name), getattr(got, name)
+                if not torch.equal(a, b):
+                    return f"{n} tokens, layer {i}: {name}: {int((a != b).sum())} of {a.numel()} bytes differ"
+    return None
+
+
 def check_decode(sizes: Sizes, device: str, variant: Variant) -> str | None:
     codec = codec_of(sizes.heads, sizes.dim, device, variant)
     batch = Batch(sizes.decode_lens, codec, sizes.heads, device)
@@ -240,11 +262,11 @@ def check_start(sizes: Sizes, device: str) -> str | None:
 def check_code(arch: str) -> str | None:
     """Whether the machine code for this card spills registers, where the table of architectures does not say so."""
     from oscar.capability import ARCHITECTURES, SPILLS
-    from oscar_kernel.triton_compile import MAIN_CASE, distinct_launches, lower
+    from oscar_kernel.triton_compile import MAIN_CASE, SHAPED_CASE, distinct_launches, lower
 
     if ARCHITECTURES[arch].remark == SPILLS:
         return None
-    rows = [lower(launch, arch) for launch in distinct_launches(MAIN_CASE, arch)]
+    rows = [lower(launch, arch) for case in (MAIN_CASE, SHAPED_CASE) for launch in distinct_launches(case, arch)]
     spilling = [f"{row.kernel} {row.spill_bytes} bytes" for row in rows if row.spill_bytes]
     return f"registers are spilled: {', '.join(spilling)}" if spilling else None
 
@@ -410,7 +432,8 @@ def bench(sizes: Sizes, device: str, bs: int, n: int, bandwidth: float, launch=N
 
 
 def bench_store(sizes: Sizes, device: str) -> list[dict]:
-    """Microseconds of one layer's store with every channel rounded alone and with errors passed on; matrices are in L2."""
+    """Microseconds of one layer's store with every channel rounded alone, with errors passed on in a launch of its own, and of
+    its part of a step's launch for all layers; matrices are in L2 but in the last."""
     cells = []
     for n in sizes.bench_stores:
         tokens, cell = new_tokens(sizes, n, device), {"tokens": n}
@@ -418,7 +441,20 @@ def bench_store(sizes: Sizes, device: str) -> list[dict]:
             codec = codec_of(sizes.heads, sizes.dim, device, Variant(shaped=shaped))
             cache = empty_cache(sizes, codec, n, device)
             cell[name] = timed(lambda t=tokens, cache=cache, codec=codec: triton_store.store_kv(*t, cache, codec)) * 1e6
-        print(f"store of {n} tokens: {cell['us']:.1f} us, with error shaping {cell['shaped_us']:.1f} us", flush=True)
+        step = [
+            (
+                empty_cache(sizes, codec, n, device),
+                replace(prepare(codec), **{side: getattr(prepare(codec), side).clone() for side in ("k_shaping", "v_shaping")}),
+            )
+            for _ in range(sizes.bench_layers)
+        ]
+        codes = triton_step_codes.StepCodes(step)
+        cell["step_codes_us"] = timed(lambda t=tokens, codes=codes: codes.write(*t[2:])) * 1e6 / sizes.bench_layers
+        print(
+            f"store of {n} tokens: {cell['us']:.1f} us, with error shaping {cell['shaped_us']:.1f} us, or "
+            f"{cell['step_codes_us']:.2f} us more where {sizes.bench_layers} layers share the launch",
+            flush=True,
+        )
         cells.append(cell)
     return cells
 
@@ -465,6 +501,7 @@ def main() -> int:
         for title, variant in VARIANTS.items()
         if name == "store" or not variant.shaped  # what is stored is read in the same way
     }
+    checks["codes of a decode step"] = lambda: check_step_codes(sizes, device)
     if device != "cpu":
         checks["CUDA graph"] = lambda: check_graph(sizes, device)
         checks["machine code"] = lambda: check_code(arch)

@@ -22,7 +22,7 @@ from oscar.codec import RowFormat
 from oscar_kernel import LayerCodec, triton_plan
 from oscar_kernel.triton_common import LayerTensors, prepare
 from oscar_kernel.triton_decode import JOIN
-from oscar_kernel.triton_shaping import FEW, MANY_FROM
+from oscar_kernel.triton_shaping import program_of
 from oscar_kernel.triton_tuning import Launch
 
 ROOT = Path(__file__).parent.parent
@@ -59,11 +59,13 @@ LAUNCH = 2.0e-6
 """Seconds from one kernel's end to the next one's start inside a CUDA graph."""
 ROUND_TRIP = 0.7e-6
 """Seconds that a program waits for states that another has written to L2."""
-SHAPING_STEP = 90
-"""Cycles of a channel in the shaped store: nine instructions that wait for one another, a shuffle among them."""
-SHAPING_ISSUE = 10.6
-"""Instructions of a warp for a channel of one row of a long prompt, of sm_90's code: the chunks' loops have 51 to 119 for
-eight rows."""
+SHAPING_STEP = {2: 90, 8: 140}
+"""Cycles of a channel in the shaped store, by tokens of a warp: nine instructions that wait for one another, a shuffle among
+them, and what else the warp does for eight tokens."""
+SHAPING_ISSUE = {2: 36, 8: 89}
+"""Instructions of a warp for a channel, by tokens of a warp, of sm_90's code."""
+SHAPING_WARPS = 16
+"""Warps of the shaped store that a multiprocessor holds: 107 registers a thread with two tokens a warp, 128 with eight."""
 WIDTHS = (16, 4, 9, 9, 10, 9, 8, 9, 11, 7)
 MATRIX_SHARE = 0.5
 """Of the dense rate, what the m16n8k16 instruction reaches (it is half of wgmma's on sm_90)."""
@@ -71,7 +73,7 @@ MATRIX_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention of one layer on one rank, V folded. shaped: errors are passed on in the store."""
+    """Attention of one of `layers` layers on one rank, V folded. shaped: errors are passed on in the store."""
 
     heads: int = 8
     ratio: int = 4
@@ -80,6 +82,7 @@ class Shape:
     sink: int = 64
     recent: int = 256
     shaped: bool = True
+    layers: int = 36
 
     @cached_property
     def layer(self) -> LayerTensors:
@@ -103,9 +106,13 @@ def traffic(shape: Shape, bs: int, n: int, items: int) -> dict[str, float]:
     """
     heads, dim, layer, windows = shape.heads, shape.dim, shape.layer, shape.sink + shape.recent
     queries = bs * heads * shape.ratio
-    # The upper half of a matrix is read once a head and block of tokens; rows between the store's launches stay in L2.
-    half = (1 + 16 / dim) / 2
-    shaping = half * -(-bs // FEW) * (layer.k_shaping.nbytes + layer.v_shaping.nbytes) if shape.shaped else 0
+    shaping = 0
+    if shape.shaped:
+        # The upper half of a matrix is read once a head and block of tokens; at the end of a step rows are read again from
+        # their windows and metadata from the 2-bit rows, and codes written again.
+        half, tile = (1 + 16 / dim) / 2, program_of(bs, dim > 128, shape.layers)[0]
+        shaping = half * -(-bs // tile) * (layer.k_shaping.nbytes + layer.v_shaping.nbytes)
+        shaping += bs * (heads * 2 * dim * 2 + shape.row_bytes)
     return {
         "2-bit rows": bs * max(0, n - windows) * shape.row_bytes,
         # Every KV head's programs read the slots; all but the first find them in L2.
@@ -128,15 +135,19 @@ def items_of(card: Card, shape: Shape, bs: int, n: int, waves: int) -> tuple[int
     return bs * (-(-tiles // split) + triton_plan.window_items(shape.sink, shape.recent)), bs * tiles
 
 
-def shaping_seconds(card: Card, shape: Shape, tokens: int) -> float:
-    """What error shaping adds to one layer's store: a launch, the matrix, and steps that wait for one another or, with many
-    tokens, for the issue slots."""
+def shaping_seconds(card: Card, shape: Shape, tokens: int, layers: int = 1) -> float:
+    """What error shaping adds to one layer's store, where a launch is for `layers` of them: its part of the launch, of the
+    wait for the matrix, and of steps that wait for one another or, with many rows, for the issue slots."""
     if not shape.shaped:
         return 0.0
-    chain = ROUND_TRIP + shape.dim * SHAPING_STEP / card.clock
-    rows = tokens * shape.heads * 2
-    issue = rows * shape.dim * SHAPING_ISSUE / (card.sms * 4 * card.clock * ISSUE_SHARE) if tokens >= MANY_FROM else 0.0
-    return LAUNCH + max(chain, issue)
+    tile, warps = program_of(tokens, shape.dim > 128, layers)
+    # 64 registers of 4 bytes a thread are in flight.
+    waits = max(1.0, shape.layer.k_shaping[0].nbytes / (warps * 32 * 64 * 4))
+    chain = waits * ROUND_TRIP + shape.dim * SHAPING_STEP[tile // warps] / card.clock
+    all_warps = layers * shape.heads * 2 * -(-tokens // tile) * warps
+    rounds = -(-all_warps // (card.sms * SHAPING_WARPS))
+    issue = all_warps * shape.dim * SHAPING_ISSUE[tile // warps] / (card.sms * 4 * card.clock * ISSUE_SHARE)
+    return (LAUNCH + max(rounds * chain, issue)) / layers
 
 
 def predict(card: Card, shape: Shape, bs: int, n: int, loop: int, waves: int = Launch().waves) -> dict:
@@ -155,7 +166,7 @@ def predict(card: Card, shape: Shape, bs: int, n: int, loop: int, waves: int = L
     matrix = flops / (card.dense_f16 * MATRIX_SHARE)
     # The last program to finish merges its group's states and then the groups', a query head after the other.
     tail = shape.ratio * ROUND_TRIP * (1 + (items // bs > JOIN))
-    shaping = shaping_seconds(card, shape, bs)
+    shaping = shaping_seconds(card, shape, bs, shape.layers)
     seconds = max(memory, issue, matrix) + 2 * LAUNCH + tail + shaping
     bf16 = bs * n * shape.heads * 2 * shape.dim * 2
     peer = bf16 / (bandwidth * PEER_SHARE) + 2 * LAUNCH
@@ -194,11 +205,15 @@ def main() -> None:
         f"  {LAUNCH * 1e6:.0f} us a launch, two launches; {ROUND_TRIP * 1e6:.1f} us for each read of states in L2 by the last "
         "program;\n  heads of a token share sectors through L2."
     )
-    print(f"  Error shaping: {SHAPING_STEP} cycles a channel in a decode step; {SHAPING_ISSUE} instructions a channel and row")
-    print("  in a long prompt. It adds to a layer in a decode step (counted below) and in a prompt of 8192 tokens, us:")
+    print(f"  Error shaping: {SHAPING_STEP[2]} cycles and {SHAPING_ISSUE[2]} instructions a channel in a warp of 2 tokens,")
+    print(
+        f"  {SHAPING_STEP[8]} and {SHAPING_ISSUE[8]} in one of 8. To each of {shape.layers} layers it adds, in a decode step of"
+    )
+    print("  1 and of 32 sequences (counted below) and in a prompt of 8192 tokens, us:")
     for card in CARDS:
-        step, prompt = (shaping_seconds(card, shape, n) * 1e6 for n in (1, 8192))
-        print(f"{card.name:>18}{step:8.1f}{prompt:8.0f}")
+        steps = (shaping_seconds(card, shape, n, shape.layers) * 1e6 for n in (1, 32))
+        prompt = shaping_seconds(card, shape, 8192) * 1e6
+        print(f"{card.name:>18}" + "".join(f"{us:8.2f}" for us in steps) + f"{prompt:8.0f}")
     names = ("card", "bs", "context", "B/token", "over min", "us", "bound", "of copy", "16-bit us", "ratio")
     print("".join(f"{name:>{width}}" for name, width in zip(names, WIDTHS, strict=True)))
     rows = []

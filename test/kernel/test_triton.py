@@ -47,6 +47,7 @@ if INTERPRETED or ON_CARD:
         triton_plan,
         triton_query,
         triton_shaping,
+        triton_step_codes,
         triton_store,
     )
     from oscar_kernel.flashinfer_api import BatchDecodeWithPagedInt2KVCache, BatchPrefillWithPagedInt2KVCache
@@ -233,15 +234,56 @@ def test_store_is_the_same_one_by_one_and_leaves_the_rest_alone(shaping):
     whole, single = (moved(empty_cache(codec, 40, 20, 2)) for _ in range(2))
     on_device = moved(codec)
     triton_store.store_kv(moved(k), moved(v), moved(loc), moved(rows), whole, on_device)
+    later = torch.tensor([i for i in range(1, 17, 2) if 0 <= rows[i] < 20])
     for i in range(17):
         part = (moved(x[i : i + 1]) for x in (k, v, loc, rows))
-        assert triton_store.store_kv(*part, single, on_device, return_rows=False) is None
+        assert triton_store.store_kv(*part, single, on_device, return_rows=False, codes_later=i in later) is None
+    if shaping:
+        step = triton_step_codes.StepCodes([(single, triton_common.prepare(on_device))])
+        step.write(moved(loc[later]), moved(rows[later]))
     for name in ("k_buffer", "v_buffer", "k_window", "v_window"):
         a, b = getattr(whole, name), getattr(single, name)
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
     untouched = torch.ones(40, dtype=torch.bool)
     untouched[loc[loc >= 0]] = False
     assert (whole.k_buffer.cpu()[untouched] == 0xAB).all() and (whole.v_buffer.cpu()[untouched] == 0xAB).all()
+
+
+@runs_kernels
+def test_codes_of_a_step_are_those_of_its_layers(monkeypatch):
+    """Layers of three kinds in a launch each; a token in no slot and one in no window row keep what they have."""
+    monkeypatch.setattr(triton_shaping, "MANY_FROM", 10)  # two layers of five tokens
+    codecs = [
+        codec_of(2, 80, 112, (20, None), "bfloat16", mean=True, shaping="kv"),
+        codec_of(2, 80, 112, (20, None), "bfloat16", mean=True, shaping="kv", seed=1),
+        codec_of(1, 64, 256, levels=True, shaping="v"),
+        codec_of(1, 96, 64, (32, 16), fold=True, shaping="k"),
+    ]
+    for codec in codecs[2:]:  # kept in 16 bits, as what an artifact has
+        codec.k_shaping, codec.v_shaping = (None if x is None else x.half().float() for x in (codec.k_shaping, codec.v_shaping))
+    g = torch.Generator().manual_seed(16)
+    loc, rows = torch.tensor([7, -1, 0, 4, 9]), torch.tensor([2, 3, 7, 0, -1])  # 7 is the row of nobody
+    shaped = [0, 3]
+    layers, wanted = [], []
+    for codec in codecs:
+        heads = codec.k_clip.shape[0]
+        k, v = (torch.randn(5, heads, fmt.head_dim, generator=g) * 3 for fmt in (codec.k_format, codec.v_format))
+        expected, got, on_device = empty_cache(codec, 10, 7, heads), moved(empty_cache(codec, 10, 7, heads)), moved(codec)
+        assert triton_common.prepare(on_device).shaped
+        store_kv(k[shaped], v[shaped], loc[shaped], rows[shaped], expected, codec)
+        args = (moved(x) for x in (k, v, loc, rows))
+        triton_store.store_kv(*args, got, on_device, return_rows=False, codes_later=True)
+        layers.append((got, triton_common.prepare(on_device)))
+        wanted.append((expected, got.k_buffer.clone()))
+    step = triton_step_codes.StepCodes(layers)
+    assert len(step.kinds) == 3
+    step.write(moved(loc), moved(rows))
+    for (got, layer), (expected, before) in zip(layers, wanted, strict=True):
+        for name in ("k_buffer", "v_buffer"):
+            assert torch.equal(getattr(got, name)[loc[shaped]].cpu(), getattr(expected, name)[loc[shaped]]), name
+        others = [i for i in range(10) if i not in loc[shaped]]
+        assert torch.equal(got.k_buffer[others], before[others])
+        assert (layer.k_shaping is None) or not torch.equal(got.k_buffer, before)
 
 
 @runs_kernels
@@ -583,16 +625,18 @@ def test_what_is_not_supported_is_refused():
         prepare(codec)
 
 
+SHAPED = ("step_shaping_kernel, 2 tokens a program", "shaping_kernel, 64 tokens a program")
+
+
 @compiles
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_kernels_lower_without_spills(arch):
     """Machine code for cards that are not here. docs/gpu_compile_report.md has every geometry, this one the main one's."""
-    from oscar_kernel.triton_compile import MAIN_CASE, cases, distinct_launches, lower
+    from oscar_kernel.triton_compile import MAIN_CASE, SHAPED_CASE, distinct_launches, lower
 
     rows = {launch.label: lower(launch, arch) for launch in distinct_launches(MAIN_CASE, arch)}
     assert len(rows) == 6  # a decode step takes two of them a layer: store and decode
-    shaped = next(case for case in cases() if case.endswith("error shaping"))
-    rows |= {launch.label: lower(launch, arch) for launch in distinct_launches(shaped, arch) if "shaping" in launch.name}
+    rows |= {launch.label: lower(launch, arch) for launch in distinct_launches(SHAPED_CASE, arch) if launch.label in SHAPED}
     assert len(rows) == 8  # the codes of a decode step and of a long prompt
     for name, row in rows.items():
         assert row.spill_bytes == 0, f"{name} spills {row.spill_bytes} bytes a thread"
@@ -609,10 +653,9 @@ def test_products_and_sums_of_error_shaping_are_rounded_apart():
     """A fused multiply-add would round once, and give other bytes; the interpreter has none, so this asks the machine code."""
     import triton
 
-    from oscar_kernel.triton_compile import GPUTarget, _tool, cases, distinct_launches, source_of
+    from oscar_kernel.triton_compile import SHAPED_CASE, GPUTarget, _tool, distinct_launches, source_of
 
-    shaped = next(case for case in cases() if case.endswith("error shaping"))
-    launches = [launch for launch in distinct_launches(shaped, "sm_90") if launch.name == "shaping_kernel"]
+    launches = [launch for launch in distinct_launches(SHAPED_CASE, "sm_90") if launch.label in SHAPED]
     assert len(launches) == 2
     for launch in launches:
         compiled = triton.compile(source_of(launch), target=GPUTarget("cuda", 90, 32), options=launch.options)
@@ -626,7 +669,8 @@ def test_committed_report_has_no_spills():
 
     rows = json.loads((ROOT / "docs" / "gpu_compile_report.json").read_text())
     assert {row["arch"] for row in rows if row["case"] == MAIN_CASE} == set(REPORTED)
-    assert {row["case"] for row in rows if row["arch"] == "sm_90"} == set(cases())
+    for arch in ("sm_80", "sm_90", "sm_100", "sm_120"):
+        assert {row["case"] for row in rows if row["arch"] == arch} == set(cases())
     assert not [row for row in rows if row["spill_bytes"] and ARCHITECTURES[row["arch"]].remark != SPILLS]
     assert all(row["shared_bytes"] <= ARCHITECTURES[row["arch"]].shared_kib * 1024 for row in rows)
 
@@ -641,9 +685,8 @@ def test_bytes_of_a_step_are_near_the_least_that_the_format_allows():
         sys.path.pop(0)
     card = gpu_roofline.CARDS[0]
     loop = gpu_roofline.loop_of(card.arch, gpu_roofline.Shape().dim)
-    # Error shaping adds two matrices a head, which a second sequence shares.
-    for shaped, bs in ((False, 1), (True, 2)):
-        cell = gpu_roofline.predict(card, gpu_roofline.Shape(shaped=shaped), bs, 102400, loop)
+    for shaped in (False, True):
+        cell = gpu_roofline.predict(card, gpu_roofline.Shape(shaped=shaped), 1, 102400, loop)
         assert 0 < cell["over_format_minimum"] < 0.05
 
 

@@ -33,12 +33,18 @@ def test_under_the_interpreter():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def codec_of(native: bool) -> LayerCodec:
-    basis = torch.linalg.qr(torch.randn(HEADS, DIM, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
+def codec_of(native: bool, shaping: str = "", group: int = 32, seed: int = 0) -> LayerCodec:
+    """shaping: sides whose errors are passed on, "kv" for both; those of V are not exact in 16 bits."""
+    g = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(HEADS, DIM, DIM, generator=g, dtype=torch.float64)).Q
     basis = torch.eye(DIM, dtype=torch.float64).expand(HEADS, DIM, DIM) if native else basis
-    fmt = LosslessFormat(DIM, "bfloat16") if native else RowFormat(DIM, 32)
+    fmt = LosslessFormat(DIM, "bfloat16") if native else RowFormat(DIM, group)
     clip = torch.full((HEADS,), 0.96)
-    return LayerCodec(fmt, fmt, basis, basis.float().contiguous(), None, None, clip, clip)
+    k_shaping, v_shaping = ((torch.randn(HEADS, DIM, DIM, generator=g) / DIM**0.5).triu(1) for _ in range(2))
+    return LayerCodec(
+        fmt, fmt, basis, basis.float().contiguous(), None, None, clip, clip,
+        k_shaping=k_shaping.half().float() if "k" in shaping else None, v_shaping=v_shaping if "v" in shaping else None,
+    )  # fmt: skip
 
 
 class HostReads(TorchDispatchMode):
@@ -58,11 +64,11 @@ class HostReads(TorchDispatchMode):
 
 
 class World:
-    """Two layers, one in 2 bits and one in 16, with their own windows; driven by the reference or by the Triton path."""
+    """Layers, by default one in 2 bits and one in 16, with their own windows; driven by the reference or by the Triton path."""
 
-    def __init__(self, triton: bool):
-        self.codecs = {0: codec_of(False), 1: codec_of(True)}
-        self.windows = Windows(SLOTS, REQUESTS + 1, SINK, RECENT, "cpu")
+    def __init__(self, triton: bool, codecs: dict[int, LayerCodec] | None = None, sink: int = SINK, recent: int = RECENT):
+        self.codecs = codecs or {0: codec_of(False), 1: codec_of(True)}
+        self.windows = Windows(SLOTS, REQUESTS + 1, sink, recent, "cpu")
         self.req_to_token = torch.zeros(REQUESTS + 1, CONTEXT, dtype=torch.int32)
         self.caches = {}
         for i, codec in self.codecs.items():
@@ -76,7 +82,8 @@ class World:
         if triton:
             from sglang.srt.oscar.triton_path import TritonPath
 
-            self.path = TritonPath(self.windows, self.codecs, self.req_to_token, HEADS * RATIO)
+            layers = {i: (self.caches[i], codec) for i, codec in self.codecs.items()}
+            self.path = TritonPath(self.windows, layers, self.req_to_token, HEADS * RATIO)
             self.path.reserve_graphs(REQUESTS)
             # What a graph reads: refreshed in place before a replay.
             self.static = {n: [torch.zeros(n, dtype=torch.int64) for _ in range(3)] for n in (REQUESTS, 3)}
@@ -94,15 +101,15 @@ class World:
         indptr = [0, *torch.tensor(lens).cumsum(0).tolist()]
         if self.path is None:
             plan = self.windows.plan(self.req_to_token, request, prefixes)
-            found = plan.window_rows[:, :SINK]
+            found = plan.window_rows[:, : self.windows.sink_tokens]
         else:
             plan = self.path.plan_prefixes(request, prefixes)
             found = self.path.sink_rows(plan)
         self.windows.note_prefixes(found, prefixes, request, list(range(len(requests))))
-        rows = self.windows.assign(each[0], position, each[1], loc, int((position < SINK).sum()))
+        rows = self.windows.assign(each[0], position, each[1], loc, int((position < self.windows.sink_tokens).sum()))
         self.windows.reserve_sinks(request, totals)
         out = []
-        for i, (q, k, v) in enumerate(qkv):
+        for i, (q, k, v) in zip(self.codecs, qkv, strict=True):
             cache, codec = self.caches[i], self.codecs[i]
             if self.path is None:
                 new = store_kv_ref(k, v, loc, torch.full_like(rows, self.windows.no_row), cache, codec)
@@ -110,7 +117,7 @@ class World:
                 write_windows(*new, rows, cache)
             else:
                 step = self.path.extend_step(loc, rows, plan, indptr)
-                out.append(self.path.extend(step, q, k, v, cache, codec, 0.125, 0.0))
+                out.append(self.path.extend(step, i, q, k, v, 0.125, 0.0))
         return out
 
     def decode(self, requests, lens, slots, qkv, padded=None):
@@ -124,7 +131,7 @@ class World:
             rows = self.windows.assign_decode(request, torch.tensor(lens), loc)
             plan = self.windows.plan(self.req_to_token, request, lens)
             out = []
-            for i, (q, k, v) in enumerate(qkv):
+            for i, (q, k, v) in zip(self.codecs, qkv, strict=True):
                 store_kv_ref(k, v, loc, rows, self.caches[i], self.codecs[i])
                 out.append(decode_attention_ref(q, self.caches[i], self.codecs[i], plan, 0.125))
             return out
@@ -136,68 +143,120 @@ class World:
                 buffer[:bs] = torch.tensor(values)
             step = self.path.plan_decode(self.path.graph_room(padded), *self.static[padded])
         out = []
-        for i, tensors in enumerate(qkv):
+        for i, tensors in zip(self.codecs, qkv, strict=True):
             q, k, v = (torch.cat((x, torch.ones(len(step.loc) - bs, *x.shape[1:]))) for x in tensors)
-            o = self.path.decode(step, q, k, v, self.caches[i], self.codecs[i], 0.125, 0.0)
+            o = self.path.decode(step, i, q, k, v, 0.125, 0.0)
             assert (o[bs:] == 0).all()
             out.append(o[:bs])
         return out
 
 
-@interpreted
-def test_steps_of_graphs_give_the_reference():
-    g = torch.Generator().manual_seed(1)
-    worlds = World(triton=False), World(triton=True)
-    free = (torch.randperm(SLOTS - 1, generator=g) + 1).tolist()
-    lens = {}
+class Twins:
+    """The same steps in two worlds, on the reference and on the Triton path; outputs, bytes and maps compared after each."""
 
-    def qkv(n):
-        return [
-            (torch.randn(n, HEADS * RATIO, DIM, generator=g), *(torch.randn(n, HEADS, DIM, generator=g) for _ in range(2)))
-            for _ in range(2)
-        ]
+    def __init__(self, seed: int, *world):
+        self.g = torch.Generator().manual_seed(seed)
+        self.worlds = World(False, *world), World(True, *world)
+        self.free = (torch.randperm(SLOTS - 1, generator=self.g) + 1).tolist()
+        self.lens = {}
 
-    def take(n):
-        return [free.pop() for _ in range(n)]
+    def _qkv(self, n):
+        def rows(heads):
+            return torch.randn(n, heads, DIM, generator=self.g)
 
-    def same(results, error=ERROR):
+        return [(rows(HEADS * RATIO), rows(HEADS), rows(HEADS)) for _ in self.worlds[0].codecs]
+
+    def _take(self, n):
+        return [self.free.pop() for _ in range(n)]
+
+    def _same(self, results, error=ERROR):
         for a, b in zip(*results, strict=True):
             assert (a - b).abs().max() < error
-        for i, cache in worlds[0].caches.items():
-            got = worlds[1].caches[i]
+        for i, cache in self.worlds[0].caches.items():
+            got = self.worlds[1].caches[i]
             for name in ("k_buffer", "v_buffer"):
                 assert torch.equal(getattr(got, name), getattr(cache, name)), (i, name)
             for name in ("k_window", "v_window"):
                 assert torch.equal(getattr(got, name)[:-1], getattr(cache, name)[:-1]), (i, name)
             assert (got.k_buffer[0] == 0xAB).all() and (got.v_buffer[0] == 0xAB).all(), "padding wrote slot 0"
-        a, b = (world.windows for world in worlds)
+        a, b = (world.windows for world in self.worlds)
         assert torch.equal(a.row_of_slot, b.row_of_slot) and torch.equal(a.slot_of_row, b.slot_of_row)
 
-    def extend(chunks):
+    def extend(self, chunks):
         """chunks: request -> new tokens."""
-        tensors, slots = qkv(sum(chunks.values())), [take(n) for n in chunks.values()]
-        prefixes = [lens.get(r, 0) for r in chunks]
+        tensors, slots = self._qkv(sum(chunks.values())), [self._take(n) for n in chunks.values()]
+        prefixes = [self.lens.get(r, 0) for r in chunks]
         # bfloat16 queries and weights against bfloat16 rows
-        same([world.extend(list(chunks), prefixes, slots, tensors) for world in worlds], error=3e-2)
+        self._same([world.extend(list(chunks), prefixes, slots, tensors) for world in self.worlds], error=3e-2)
         for r, n in chunks.items():
-            lens[r] = lens.get(r, 0) + n
+            self.lens[r] = self.lens.get(r, 0) + n
 
-    def decode(requests, padded):
-        tensors, slots = qkv(len(requests)), take(len(requests))
+    def decode(self, requests, padded):
+        tensors, slots = self._qkv(len(requests)), self._take(len(requests))
         for r in requests:
-            lens[r] += 1
-        same([world.decode(requests, [lens[r] for r in requests], slots, tensors, padded) for world in worlds])
+            self.lens[r] += 1
+        lens = [self.lens[r] for r in requests]
+        self._same([world.decode(requests, lens, slots, tensors, padded) for world in self.worlds])
 
-    extend({1: 1, 2: 70, 4: SINK + RECENT})
-    decode([1, 2, 4], 3)
-    decode([1, 2, 4], REQUESTS)  # the same requests in a graph of another size
-    extend({2: 9, 3: 2, 5: 20})  # a later chunk among new prompts
-    decode([5, 3, 1, 2, 4], REQUESTS)
-    decode([3, 5], 3)
-    decode([3, 5], None)
+
+@interpreted
+def test_steps_of_graphs_give_the_reference():
+    twins = Twins(1)
+    twins.extend({1: 1, 2: 70, 4: SINK + RECENT})
+    twins.decode([1, 2, 4], 3)
+    twins.decode([1, 2, 4], REQUESTS)  # the same requests in a graph of another size
+    twins.extend({2: 9, 3: 2, 5: 20})  # a later chunk among new prompts
+    twins.decode([5, 3, 1, 2, 4], REQUESTS)
+    twins.decode([3, 5], 3)
+    twins.decode([3, 5], None)
     for _ in range(4):
-        decode([1], 3)
-    assert len(worlds[1].path.graph_rooms) == 2
+        twins.decode([1], 3)
+    assert len(twins.worlds[1].path.graph_rooms) == 2
+
+
+def shaped_layers() -> dict[int, LayerCodec]:
+    """Two alike, one with other groups and K alone, and one in 16 bits; as on a rank that begins at layer 3."""
+    return {3: codec_of(False, "kv"), 4: codec_of(True), 5: codec_of(False, "k", 16, 1), 6: codec_of(False, "kv", seed=2)}
+
+
+@interpreted
+@pytest.mark.parametrize("sink, recent", [(3, 2), (2, 0)])
+def test_codes_of_a_step_are_shaped_at_its_end(sink, recent, monkeypatch):
+    """Also the first tokens of a prompt, which are sinks when they are decoded, and without recent window: layer by layer."""
+    from oscar_kernel.triton_step_codes import StepCodes
+
+    counts, write = [], StepCodes.write
+    monkeypatch.setattr(StepCodes, "write", lambda self, *args: (counts.append(len(self.kinds)), write(self, *args))[1])
+    twins = Twins(2, shaped_layers(), sink, recent)
+    path = twins.worlds[1].path
+    addresses = [table.data_ptr() for table, _ in path.step_codes.kinds]
+    twins.extend({1: 1, 2: 4})
+    twins.decode([2, 1], 3)
+    if recent > 0:
+        twins.decode([1], None)
+        twins.decode([1, 2], 3)
+        twins.extend({2: 3, 3: 2})  # over rows of decode steps
+        assert counts == [2, 2, 2], "one launch a kind and step"
+    assert len(counts) == (3 if recent > 0 else 0)
+    assert addresses == [table.data_ptr() for table, _ in path.step_codes.kinds]
+
+
+@interpreted
+@pytest.mark.parametrize("left_out", [3, 6])
+def test_a_step_that_skips_a_layer_is_not_passed_over(left_out):
+    world = World(True, {3: codec_of(False, "kv"), 4: codec_of(True), 6: codec_of(False, "k")}, 1, 2)
+    world.windows.reserve_sinks(torch.tensor([1]), [0])
+    request, lens, loc = torch.tensor([1]), torch.tensor([1]), torch.tensor([7])
+    for following in ("decode", "extend"):
+        step = world.path.plan_decode(world.path.eager_room(1), request, lens, loc)
+        for layer_id in world.codecs:
+            if layer_id != left_out:
+                world.path.decode(step, layer_id, torch.ones(1, HEADS * RATIO, DIM), *torch.ones(2, 1, HEADS, DIM), 0.125, 0.0)
+        with pytest.raises(RuntimeError, match=f"layers {left_out} did not"):
+            if following == "decode":
+                world.path.plan_decode(world.path.eager_room(1), request, lens, loc)
+            else:
+                world.path.plan_prefixes(request, [0])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts servers of its own")

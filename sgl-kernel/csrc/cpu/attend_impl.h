@@ -1,6 +1,6 @@
 // Attention over one tile of keys, and the small float kernels around it. Included inside an anonymous namespace by each ISA
-// file. A file that defines OSCAR_INTEGER_DOTS brings its own `packed_tile` for uniform levels; the others decode the tile to
-// float32 first, at most kTile rows of one head at a time.
+// file. A file that defines OSCAR_INTEGER_DOTS brings its own `packed_tile` for uniform levels; attend_packed of the others
+// decodes the tile to float32 first, at most kTile rows of one head at a time.
 
 /// Key or value rows as vectors of floats.
 struct FloatRows {
@@ -314,7 +314,7 @@ void matmul(const float* x, int n, int dim, const float* matrix, int cols, float
   for (; i < n; i++) matmul_rows<1>(x + size_t(i) * dim, dim, matrix, cols, y + size_t(i) * cols);
 }
 
-void quantise_queries(const OscarSide* k, int num_rows, const float* q, int8_t* limbs, float* scale, float* sums) {
+inline void quantise_queries(const OscarSide* k, int num_rows, const float* q, int8_t* limbs, float* scale, float* sums) {
   const int dim = k->head_dim, groups = dim / k->group_size;
   if (groups > kMaxGroups) return;  // the integer path does not take them
   constexpr float kTop = 127 * 256;

@@ -19,7 +19,7 @@ enum {
   kLookUpTile = 128,  // keys handled at once where logits come from tables, which 8 heads' do not keep in L1
   kEntries = 32,      // of a table: all values of five bits
   kFactorEntries = 160,  // (kMaxDim / 8 + 2) * kRowBlock, up to a cache line
-  kMaxGroups = 8,   // most (centre, step) pairs a row that the integer path takes
+  kMaxGroups = 8,   // most (centre, step) pairs of a row that is not decoded first
 };
 
 /// Query rows of one KV head, prepared once. A row is one query token and one query head.
@@ -29,7 +29,7 @@ struct QueryRows {
   const float* q;      // [num_rows, dim] transformed, times sm_scale * log2(e); with a cap times sm_scale / cap
   const int8_t* limbs;  // q ~ scale * (256 * high + low), in blocks of kRowBlock rows: [dim / 4][kRowBlock][high, low][4]
   const float* scale;  // [num_rows]
-  const float* sums;   // [num_rows, kMaxGroups]: per K group sum of 256 * high + low
+  const float* sums;   // [num_rows, kMaxGroups]: per K group sum of 256 * high + low; avx2: of q, and no limbs or scale
   float cap_log2e;     // logit cap times log2(e): the logit in base 2 is cap_log2e * tanh(q . k); 0 for no cap
   /// Or null: logits by look-up, for rows with one K group, in blocks of kRowBlock query rows. A row of codes is 16-bit words
   /// of 8 channels. A part is a sum of entries that fits 16 bits: of each word those of bits 0..4, 5..9 and 10..14; then those of
@@ -52,7 +52,7 @@ static inline size_t oscar_table_entries(int dim) { return kFactorEntries + size
 ///             | acc      | m | pad | l lanes | r lanes of group 0 | r lanes of group 1 | ...
 ///
 /// acc: sums of weight times code, or of weight times value. r: of p * (centre - 1.5 * step), the same for all channels
-/// of a V group; only the integer kernels use it.
+/// of a V group; of p * centre where levels are multiplied, not codes. Only kernels that do not decode first use it.
 struct State {
   float* data;
   int stride;  // floats between rows
@@ -60,7 +60,7 @@ struct State {
 
 enum { kLanes = 16 };
 
-/// V groups whose r a state holds: the integer kernels take no more.
+/// V groups whose r a state holds: kernels that do not decode first take no more.
 static inline int oscar_state_groups(const OscarLayer* layer) {
   const int groups = layer->v.row_kind == kPacked ? layer->v.head_dim / layer->v.group_size : 0;
   return groups <= kMaxGroups ? groups : 0;
@@ -103,7 +103,7 @@ struct AttendTable {
   void (*attend_wide)(const OscarLayer* layer, int dtype, const Tile* tile, const QueryRows* rows, const State* state);
   /// y[n, cols] = x[n, dim] @ matrix[dim, cols] in float32.
   void (*matmul)(const float* x, int n, int dim, const float* matrix, int cols, float* y);
-  /// Limbs, scales and sums of rows whose q is in place.
+  /// Limbs, scales and sums, or sums alone, of rows whose q is in place.
   void (*quantise_queries)(const OscarSide* k, int num_rows, const float* q, int8_t* limbs, float* scale, float* sums);
   /// Merge `num_parts` states of `num_rows` rows (parts `part_stride` floats apart) into o [num_rows, v_dim].
   void (*merge)(const OscarLayer* layer, const float* parts, int num_parts, int64_t part_stride, int num_rows, float* o);

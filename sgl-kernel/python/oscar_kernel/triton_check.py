@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from oscar_kernel import triton_decode, triton_extend, triton_plan, triton_query, triton_store
+from oscar_kernel import triton_decode, triton_extend, triton_plan, triton_query, triton_step_codes, triton_store
 from oscar_kernel.decode_attention import decode_attention_ref
 from oscar_kernel.extend_attention import extend_attention_ref
 from oscar_kernel.layer import LayerCache, LayerCodec
@@ -78,7 +78,9 @@ def fault(codec: LayerCodec, num_qo_heads: int, logit_cap: float = 0.0) -> str |
     step = triton_query.query_buffers(1, num_qo_heads, prepare(codec))
     triton_store.store_kv(*(x[:-1].to(device) for x in (k, v, slots, rows)), got, codec)
     last = tuple(x[-1:].to(device) for x in (k, v, slots, rows))
-    triton_store.store_kv(*last, got, codec, return_rows=False, q=q[-1:].to(device), queries=step)
+    triton_store.store_kv(*last, got, codec, return_rows=False, codes_later=True, q=q[-1:].to(device), queries=step)
+    if prepare(codec).shaped:
+        triton_step_codes.StepCodes([(got, prepare(codec))]).write(*last[2:])
     for name in vars(expected):
         mine, theirs = (getattr(cache, name)[: -1 if "window" in name else None] for cache in (got, expected))
         different = int((mine.cpu().view(torch.uint8) != theirs.view(torch.uint8)).sum())

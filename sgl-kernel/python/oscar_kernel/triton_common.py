@@ -100,7 +100,8 @@ class LayerTensors:
         q_transform: [num_kv_heads, head_dim, head_dim] float32.
         v_inverse: [num_kv_heads, v_head_dim, v_head_dim] float32, or None (V folded).
         k_mean, v_mean: [num_kv_heads, dim] float64 or None. v_mean_out: v_mean in float32, or None.
-        k_shaping, v_shaping: [num_kv_heads, dim, dim] float32, contiguous, or None (every channel is rounded alone).
+        k_shaping, v_shaping: [num_kv_heads, dim, dim], contiguous, or None (every channel is rounded alone). float16 where that
+        is exact, as for matrices of `oscar calibrate`: a decode step reads half the bytes; else float32.
     """
 
     k: Planes
@@ -120,6 +121,11 @@ class LayerTensors:
     v_mean_out: Tensor | None
     k_shaping: Tensor | None
     v_shaping: Tensor | None
+
+    @property
+    def shaped(self) -> bool:
+        """Whether errors are passed on in K or V."""
+        return self.k_shaping is not None or self.v_shaping is not None
 
 
 def prepare(codec: LayerCodec) -> LayerTensors:
@@ -151,6 +157,12 @@ def prepare(codec: LayerCodec) -> LayerTensors:
         exact = x is not None and torch.equal(x.float().double(), x.double())
         return as_type(x, torch.float32 if exact else torch.float64)
 
+    def shaping(x: Tensor | None) -> Tensor | None:
+        if x is None or k.native:
+            return None
+        exact = torch.equal(x.half().float(), x.float())
+        return as_type(x, torch.float16 if exact else torch.float32)
+
     tensors = LayerTensors(
         k=k,
         v=v,
@@ -168,8 +180,8 @@ def prepare(codec: LayerCodec) -> LayerTensors:
         # The reference takes a mean from values only where it transforms them, and adds it to every output.
         v_mean=None if codec.v_transform is None else as_type(codec.v_mean, torch.float64),
         v_mean_out=as_type(codec.v_mean, torch.float32),
-        k_shaping=None if k.native else as_type(codec.k_shaping, torch.float32),
-        v_shaping=None if v.native else as_type(codec.v_shaping, torch.float32),
+        k_shaping=shaping(codec.k_shaping),
+        v_shaping=shaping(codec.v_shaping),
     )
     codec.__dict__["_triton"] = tensors
     return tensors

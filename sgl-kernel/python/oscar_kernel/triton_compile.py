@@ -24,18 +24,28 @@ from triton.compiler import ASTSource
 
 from oscar.capability import ARCHITECTURES
 from oscar.codec import LosslessFormat, RowFormat
-from oscar_kernel import triton_decode, triton_extend, triton_plan, triton_query, triton_shaping, triton_store
+from oscar_kernel import (
+    triton_decode,
+    triton_extend,
+    triton_plan,
+    triton_query,
+    triton_shaping,
+    triton_step_codes,
+    triton_store,
+)
 from oscar_kernel.layer import LayerCache, LayerCodec
+from oscar_kernel.triton_common import prepare
 from oscar_kernel.triton_tuning import assuming
 
 REPORTED = tuple(key for key, row in ARCHITECTURES.items() if row.in_report)
 """Architectures of the report."""
-EVERY_CASE = ("sm_90", "sm_120")
+EVERY_CASE = ("sm_80", "sm_90", "sm_100", "sm_120")
 """Those for which every case is lowered; the others get the main case."""
 
 KERNELS = {
     "store_kernel": (triton_store,),
     "shaping_kernel": (triton_shaping,),
+    "step_shaping_kernel": (triton_step_codes,),
     "query_kernel": (triton_query,),
     "plan_kernel": (triton_plan,),
     "decode_kernel": (triton_decode,),
@@ -60,7 +70,7 @@ class Launch:
     @property
     def label(self) -> str:
         """Name, and for the store's kernels how many tokens share a program."""
-        if self.name not in ("store_kernel", "shaping_kernel"):
+        if self.name not in ("store_kernel", "shaping_kernel", "step_shaping_kernel"):
             return self.name
         tile = dict(zip((param.name for param in self.kernel.params), self.args, strict=True))["TILE"]
         return f"{self.name}, {tile} token{'s' if tile > 1 else ''} a program"
@@ -253,6 +263,7 @@ def _tool(name: str, flag: str, cubin: bytes) -> str:
 
 MAIN_CASE = "head_dim 128, 4 query heads a KV head, V folded"
 SHAPED = "error shaping"
+SHAPED_CASE = f"the same, {SHAPED}"
 
 
 def distinct_launches(case: str, arch: str) -> list[Launch]:
@@ -282,7 +293,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "the same, V not folded, level tables, logit cap": {
             "heads": 8, "ratio": 4, "dim": 128, "fold": False, "levels": True, "cap": 50.0,
         },
-        f"the same, {SHAPED}": {"heads": 8, "ratio": 4, "dim": 128, "shaped": True},
+        SHAPED_CASE: {"heads": 8, "ratio": 4, "dim": 128, "shaped": True},
         "the same, a layer kept in 16 bits": {"heads": 8, "ratio": 4, "dim": 128, "native": True},
         "head_dim 64, 7 query heads a KV head": {"heads": 2, "ratio": 7, "dim": 64},
         "head_dim 96, 3 query heads a KV head": {"heads": 8, "ratio": 3, "dim": 96},
@@ -319,11 +330,15 @@ def _run_all(heads, ratio, dim, group=None, fold=True, levels=False, cap=0.0, na
     )
     q, k, index = rows(bs, heads * ratio, dim), rows(bs, heads, dim), torch.zeros(bs, dtype=torch.int64)
     buffers = triton_decode.DecodeBuffers.make(bs, plan.work.shape[0], heads * ratio, codec)
-    triton_store.store_kv(k, k, index, index, cache, codec, return_rows=False, q=q, queries=(buffers.q, buffers.amax))
+    queries = {"q": q, "queries": (buffers.q, buffers.amax)}
+    triton_store.store_kv(k, k, index, index, cache, codec, return_rows=False, codes_later=True, **queries)
     triton_decode.decode_attention(q, cache, codec, plan, 0.1, cap, out=torch.zeros_like(q), buffers=buffers)
     q, k = rows(64, heads * ratio, dim), rows(64, heads, dim)
     index = torch.zeros(64, dtype=torch.int64)
     k, v = triton_store.store_kv(k, k, index, index, cache, codec)
     if shaped:
+        step = triton_step_codes.StepCodes([(cache, prepare(codec))] * 16)
+        for n in (1, 8, 64):
+            step.write(index[:n], index[:n])
         triton_store.store_kv(*(x.repeat(32, 1, 1) for x in (k, v)), index.repeat(32), index.repeat(32), cache, codec)
     triton_extend.extend_attention(q, k, v, [0, 32, 64], cache, codec, plan, 0.1, cap, out=torch.zeros_like(q))

@@ -190,7 +190,7 @@ def decode_kernel(
                 K_QUARTER, K_PIECE, K_WIDTH, K_CUTS, K_GROUP, K_BYTES, K_BF16, K_LEVELS,
                 V_QUARTER, V_PIECE, V_WIDTH, V_CUTS, V_GROUP, V_BYTES, V_BF16, V_LEVELS, HAS_CAP, A_TOKEN, FAST,
             )  # fmt: skip
-        l, rank1, ones = settle(l, rank1, ones, V_DIM // V_GROUP)
+        l, rank1 = settle(l, rank1, V_DIM // V_GROUP)
     else:
         q_high, q_low = load_query_16_bit(q_ptr, q_row, live, K_WIDTH, K_CUTS, K_LEVELS, True)
         m, l, scale, rank1, ones, acc = first_state(WINDOW_TILE, BLOCK_H, V_WIDTH, V_CUTS, V_DIM // V_GROUP, False)

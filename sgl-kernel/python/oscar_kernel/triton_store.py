@@ -1,5 +1,5 @@
 """Store, in Triton: transform, clip, quantise, pack, write the 2-bit row and the 16-bit window row, in one launch a layer.
-With error shaping the codes come from a second launch (see triton_shaping).
+With error shaping the codes come from another launch (see triton_shaping), of the layer or of a whole decode step.
 
 In a decode step the launch prepares the step's queries too (see triton_query), since both need one small matrix a head.
 
@@ -243,6 +243,7 @@ def store_kv(
     codec: LayerCodec,
     *,
     return_rows: bool = True,
+    codes_later: bool = False,
     q: Tensor | None = None,
     queries: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor] | None:
@@ -255,6 +256,7 @@ def store_kv(
         window_rows: [num_tokens] integer rows of the windows; the last row, or a negative one, is not written.
         cache: storage, written in place. codec: the layer's.
         return_rows: whether attention among the new tokens follows; decode needs none.
+        codes_later: with error shaping, store codes rounded alone for now: `triton_step_codes.StepCodes` follows.
         q: [num_tokens, num_qo_heads, head_dim] queries to prepare in the same launch. queries: where to, see `query_buffers`.
     Returns:
         k', v' in bfloat16, or None without return_rows.
@@ -263,7 +265,7 @@ def store_kv(
     num_tokens, num_kv_heads = k.shape[:2]
     k, v = with_adjacent_heads(k), with_adjacent_heads(v)
     k_out = v_out = None
-    shaped = layer.k_shaping is not None or layer.v_shaping is not None
+    shaped = layer.shaped and not codes_later
     if return_rows or shaped:
         k_out = torch.empty(k.shape, dtype=torch.bfloat16, device=k.device)
         v_out = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device)
@@ -289,7 +291,8 @@ def store_kv(
         *side_constants(layer.k), *side_constants(layer.v),
         DEPTH if tile == 1 else DEPTH // 2, tile, layer.k_transform is not None, layer.v_transform is not None,
         layer.k_mean is not None, layer.v_mean is not None, layer.k_cuts is not None, layer.v_cuts is not None,
-        k_out is not None, layer.k.native, layer.k_shaping is not None, layer.v_shaping is not None, q is not None, *constants,
+        k_out is not None, layer.k.native, shaped and layer.k_shaping is not None, shaped and layer.v_shaping is not None,
+        q is not None, *constants,
         num_warps=8,
     )  # fmt: skip
     if shaped:

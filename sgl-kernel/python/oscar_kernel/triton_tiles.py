@@ -27,9 +27,10 @@ State of a running softmax, a column a query head (or query token and head):
     m      largest logit so far, in units of log 2
     l      sums of 2^(logit - m)
     scale  the largest step so far; acc and ones are in units of scale / 2^14
-    rank1  for each value group, sums of p * centre;      ones: for each value group, sums of p * step
+    rank1  for each value group, sums of p * centre
+    ones   for each value group, sums of p * step: WIDTH equal rows, a plane of ones in the place of codes
     acc    for each plane, (p * step) times x
-l, rank1 and ones are kept a token (added up once at the end) or, where that takes too many registers, a column.
+l and rank1 are kept a token (added up once at the end) or, where that takes too many registers, a column.
 """
 
 from __future__ import annotations
@@ -229,14 +230,16 @@ def first_state(
         l = tl.zeros((TOKENS, COLUMNS), tl.float32)
     else:
         l = tl.zeros((1, COLUMNS), tl.float32)
-    sums = ()
+    rank1 = ()
+    ones = ()
     for _ in tl.static_range(GROUPS):
-        sums = sums + (l,)
+        rank1 = rank1 + (l,)
+        ones = ones + (tl.zeros((WIDTH, COLUMNS), tl.float32),)
     acc = ()
     for _ in tl.static_range(8 * CUTS):
         acc = acc + (tl.zeros((WIDTH, COLUMNS), tl.float32),)
     m = tl.full((COLUMNS,), NEVER, tl.float32)
-    return m, l, tl.sum(tl.zeros((16,), tl.float32), axis=0) + SCALE0, sums, sums, acc
+    return m, l, tl.sum(tl.zeros((16,), tl.float32), axis=0) + SCALE0, rank1, ones, acc
 
 
 @triton.jit
@@ -250,24 +253,24 @@ def over_tokens(x, A_TOKEN: tl.constexpr):
 
 
 @triton.jit
-def settle(l, rank1, ones, GROUPS: tl.constexpr):
+def settle(l, rank1, GROUPS: tl.constexpr):
     """Add up sums that were kept a token: all become [1, columns]."""
     rank1_sum = ()
-    ones_sum = ()
     for g in tl.static_range(GROUPS):
         rank1_sum = rank1_sum + (tl.sum(rank1[g], axis=0)[None, :],)
-        ones_sum = ones_sum + (tl.sum(ones[g], axis=0)[None, :],)
-    return tl.sum(l, axis=0)[None, :], rank1_sum, ones_sum
+    return tl.sum(l, axis=0)[None, :], rank1_sum
 
 
 @triton.jit
 def logits_of(dots, column_scale, logit_cap, HAS_CAP: tl.constexpr):
     """Products -> logits in units of log 2. column_scale: [columns], what the query was divided by times sm_scale."""
-    x = dots * column_scale[None, :]
     if HAS_CAP:
         # tanh from one exponential; an infinite one gives 1.
-        x = logit_cap * (1.0 - 2.0 / (1.0 + tl.exp2(x / logit_cap * (2.0 * LOG2E))))
-    return x * LOG2E
+        x = dots * column_scale[None, :]
+        x = logit_cap * (1.0 - 2.0 / (1.0 + tl.exp2(x / logit_cap * (2.0 * LOG2E)))) * LOG2E
+    else:
+        x = dots * (column_scale * LOG2E)[None, :]
+    return x
 
 
 @triton.jit
@@ -308,16 +311,17 @@ def attend_packed(
     part = logits
     for i in tl.static_range(8 * K_CUTS):
         if half_of(i) == 0 and opens_group(i // 2, K_QUARTER, K_PIECE, K_CUTS, K_GROUP):
-            part = tl.dot(x[word_plane(i, K_CUTS)], q[i])
-        else:
-            part = tl.dot(x[word_plane(i, K_CUTS)], q[i], part)
+            part = tl.zeros((slot.shape[0], m.shape[0]), tl.float32)
+            if not K_LEVELS:
+                # Here, not after the products: the first one takes it from registers that all tiles share.
+                part -= q_offset[piece_group(i // 2, K_QUARTER, K_PIECE, K_CUTS, K_GROUP)][None, :]
+        part = tl.dot(x[word_plane(i, K_CUTS)], q[i], part)
         if half_of(i) == 1 and closes_group(i // 2, K_QUARTER, K_PIECE, K_CUTS, K_GROUP):
             centre, step = centre_and_step(
                 k_row, inside, K_QUARTER + 4 * piece_group(i // 2, K_QUARTER, K_PIECE, K_CUTS, K_GROUP), K_BF16
             )
             total = q_sum[piece_group(i // 2, K_QUARTER, K_PIECE, K_CUTS, K_GROUP)]
-            offset = q_offset[piece_group(i // 2, K_QUARTER, K_PIECE, K_CUTS, K_GROUP)]
-            logits += (part - offset[None, :]) * step[:, None] + total[None, :] * centre[:, None]
+            logits += part * step[:, None] + total[None, :] * centre[:, None]
     logits = logits_of(logits, column_scale, logit_cap, HAS_CAP)
     logits = tl.where(inside[:, None], logits, float("-inf"))
 
@@ -345,7 +349,12 @@ def attend_packed(
         weight = (p * (steps[g] * unit)[:, None]).to(tl.float16)
         weights = weights + (weight,)
         rank1_new = rank1_new + (rank1[g] * alpha[None, :] + over_tokens(p * centres[g][:, None], A_TOKEN),)
-        ones_new = ones_new + (ones[g] * rescale[None, :] + over_tokens(weight.to(tl.float32), A_TOKEN),)
+        if V_LEVELS:
+            ones_new = ones_new + (ones[g],)  # a level holds nothing to take off
+        else:
+            # The sum as one more row of matrix instructions: fewer than to convert, add and shuffle.
+            one = tl.full((V_WIDTH, slot.shape[0]), 1.0, tl.float16)
+            ones_new = ones_new + (tl.dot(one, weight, ones[g] * rescale[None, :]),)
 
     e = tl.arange(0, V_WIDTH)
     x = ()
@@ -415,7 +424,7 @@ def attend_window(
     ones_new = ()
     for g in tl.static_range(4 * V_QUARTER // V_GROUP):
         rank1_new = rank1_new + (rank1[g] * alpha[None, :],)
-        ones_new = ones_new + (ones[g] * alpha[None, :],)
+        ones_new = ones_new + (ones[g] if V_LEVELS else ones[g] * alpha[None, :],)
 
     e = tl.arange(0, V_WIDTH)
     weight = p * P_SCALE / scale
@@ -443,7 +452,8 @@ def plane_output(
 ):  # fmt: skip
     """Plane i of the weighted sum of values, not yet divided by the sum of weights. [WIDTH, columns] float32."""
     weight: tl.constexpr = plane_weight(half_of(i), shift_of(i, CUTS), LEVELS)
-    one = tl.sum(ones[piece_group(i // 2, QUARTER, PIECE, CUTS, GROUP)], axis=0)
+    total = acc[i] * (1.0 / weight)
+    if not LEVELS:
+        total -= ones[piece_group(i // 2, QUARTER, PIECE, CUTS, GROUP)] * (1.0 / weight + plane_middle(LEVELS))
     centre = tl.sum(rank1[piece_group(i // 2, QUARTER, PIECE, CUTS, GROUP)], axis=0)
-    total = acc[i] * (1.0 / weight) - one[None, :] * (plane_ones(LEVELS) * (1.0 / weight) + plane_middle(LEVELS))
     return total * (scale / P_SCALE) + centre[None, :]

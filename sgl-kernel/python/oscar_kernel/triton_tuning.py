@@ -45,7 +45,8 @@ TABLE: dict[tuple[str, int, int, str], Launch] = {
     # One warp a program: a plane of 16 words is one matrix instruction high, so a second warp would repeat the first's work.
     ("any", 0, 0, "any"): Launch(),
     # Wide rows: a plane is two instructions high.
-    ("any", 256, 0, "any"): Launch(block_n=32, num_warps=2, waves=6),
+    ("any", 256, 0, "any"): Launch(block_n=32, window_tile=32, num_warps=2, waves=6),
+    ("sm_80", 256, 0, "any"): Launch(block_n=32, num_warps=2, waves=6),  # 32 window rows spill there, 16 on sm_90
     ("any", 192, 0, "any"): Launch(block_n=32, num_warps=2, waves=6),
     # No matrix instructions: a product is spread over ordinary registers, which four warps have.
     ("sm_75", 0, 0, "any"): Launch(block_n=32, num_warps=4, waves=4),

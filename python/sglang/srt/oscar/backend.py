@@ -108,7 +108,9 @@ class OscarAttnBackend(AttentionBackend):
                 f"scripts/gpu_check.sh and report what it prints, and {instead} until then"
             )
         logger.info("OSCAR: Triton kernels, found equal to the reference at start")
-        return TritonPath(pool.windows, pool.codecs, self.req_to_token, layer.tp_q_head_num)
+        return TritonPath(
+            pool.windows, {i: self._layer(i) for i in sorted(pool.codecs)}, self.req_to_token, layer.tp_q_head_num
+        )
 
     def _prepare_layers(self, model: torch.nn.Module) -> list[RadixAttention]:
         """Fold value transforms, and put each layer's codec on the pool's device. Returns the attention layers."""
@@ -250,13 +252,16 @@ class OscarAttnBackend(AttentionBackend):
         step, pool = self.forward_metadata, self.token_to_kv_pool
         k, v = self._new_tokens(k, v, layer, save_kv_cache, kwargs)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        scale, cap, cache, codec = layer.scaling, layer.logit_cap, *self._layer(layer)
+        scale, cap = layer.scaling, layer.logit_cap
         if self.kernels is not None:
-            out = self.kernels.decode(step, q, k, v, cache, codec, scale, cap)
-            self._check_windows(cache, codec, layer)
+            out = self.kernels.decode(step, layer.layer_id, q, k, v, scale, cap)
+            if layer.layer_id == max(pool.codecs):
+                # Not layer by layer: the kernels may write a step's codes at its end.
+                self._check_windows(*sorted(pool.codecs))
             return out.flatten(1)
         pool.write(layer.layer_id, k, v, step.loc, step.window_rows)
-        self._check_windows(cache, codec, layer)
+        self._check_windows(layer.layer_id)
+        cache, codec = self._layer(layer.layer_id)
         out = decode_attention(q, cache, codec, step.plan, scale, cap, impl=pool.impl)
         return out.flatten(1).to(q.dtype)
 
@@ -264,13 +269,13 @@ class OscarAttnBackend(AttentionBackend):
         step, pool = self.forward_metadata, self.token_to_kv_pool
         k, v = self._new_tokens(k, v, layer, save_kv_cache, kwargs)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        scale, cap, cache, codec = layer.scaling, layer.logit_cap, *self._layer(layer)
-        self._check_windows(cache, codec, layer)
+        scale, cap = layer.scaling, layer.logit_cap
+        self._check_windows(layer.layer_id)
         if self.kernels is not None:
-            return self.kernels.extend(step, q, k, v, cache, codec, scale, cap).flatten(1)
+            return self.kernels.extend(step, layer.layer_id, q, k, v, scale, cap).flatten(1)
         # New tokens take ring rows that prefixes are still read from: windows are written when attention has read them.
         new = pool.write(layer.layer_id, k, v, step.loc, torch.full_like(step.window_rows, pool.windows.no_row))
-        num_tokens = step.qo_indptr[-1]
+        num_tokens, (cache, codec) = step.qo_indptr[-1], self._layer(layer.layer_id)
         out = extend_attention(q[:num_tokens], *new, step.qo_indptr, cache, codec, step.plan, scale, cap, impl=pool.impl)
         write_windows(*new, step.window_rows, cache)
         out = out.flatten(1).to(q.dtype)
@@ -288,13 +293,14 @@ class OscarAttnBackend(AttentionBackend):
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)[:num_tokens]
         return k, v
 
-    def _layer(self, layer) -> tuple[LayerCache, LayerCodec]:
-        return self.token_to_kv_pool.layer_cache(layer.layer_id), self.token_to_kv_pool.codecs[layer.layer_id]
+    def _layer(self, layer_id: int) -> tuple[LayerCache, LayerCodec]:
+        return self.token_to_kv_pool.layer_cache(layer_id), self.token_to_kv_pool.codecs[layer_id]
 
-    def _check_windows(self, cache: LayerCache, codec: LayerCodec, layer) -> None:
-        """With debug checks: find the window rows that this step reads to be their slots'."""
+    def _check_windows(self, *layer_ids: int) -> None:
+        """With debug checks: find the window rows that this step reads to be their slots', in some layers."""
         if self.runtime.settings.debug_checks:
-            self._check_window_rows(self.debug_plan, cache, codec, layer.layer_id)
+            for layer_id in layer_ids:
+                self._check_window_rows(self.debug_plan, *self._layer(layer_id), layer_id)
 
     @staticmethod
     def _check_window_rows(plan: ReadPlan, cache, codec, layer_id: int) -> None:

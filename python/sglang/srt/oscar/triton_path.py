@@ -4,6 +4,10 @@ A decode step reads nothing back from the device and has fixed shapes. Out of a 
 are made, once. Which window rows are written, which are read and how the work is shared out is computed by launches inside the
 graph, from the tensors that SGLang refreshes before a replay; so nothing is left to do at replay.
 
+With error shaping the last layer of a decode step to run is followed by a launch that writes the codes of all layers
+(`oscar_kernel.triton_step_codes`). It may wait so long because every new token is in a window: the recent one or, among a
+sequence's first tokens, the sinks'.
+
 Padding of a graph's batch has request 0 and slot 0. It takes no window row, its token is written nowhere (slot -1), it reads
 nothing, and its output is 0.
 """
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from oscar_kernel import LayerCache, LayerCodec, triton_decode, triton_extend, triton_plan, triton_store, write_windows
 from oscar_kernel.triton_common import prepare
+from oscar_kernel.triton_step_codes import StepCodes
 from oscar_kernel.triton_tuning import architecture, choose
 
 PADDING = 0
@@ -56,19 +61,26 @@ class TritonPath:
     """Plans and launches for the layers of one pool.
 
     Args:
-        windows: of the pool. codecs: of its layers, on the device.
+        windows: of the pool. layers: storage and codec of each of its layers, by layer_id, on the device; this rank's.
         req_to_token: SGLang's table, [max_num_reqs, max_context_len]. num_qo_heads: query heads on this rank.
     """
 
-    def __init__(self, windows: Windows, codecs: dict[int, LayerCodec], req_to_token: Tensor, num_qo_heads: int):
+    def __init__(
+        self, windows: Windows, layers: dict[int, tuple[LayerCache, LayerCodec]], req_to_token: Tensor, num_qo_heads: int
+    ):
         self.windows, self.req_to_token, self.num_qo_heads = windows, req_to_token, num_qo_heads
+        self.layers = layers
         self.maps = {
             "row_of_slot": windows.row_of_slot,
             "slot_of_row": windows.slot_of_row,
             "sink_tokens": windows.sink_tokens,
             "recent_tokens": windows.recent_tokens,
         }
-        self.by_width = {prepare(codec).k.query_width: codec for codec in codecs.values()}
+        self.by_width = {prepare(codec).k.query_width: codec for _, codec in layers.values()}
+        # Layers whose codes a decode step writes at its end, and those of them that the step has stored so far.
+        self.coded_later = {i for i, (_, codec) in layers.items() if windows.recent_tokens > 0 and prepare(codec).shaped}
+        self.stored: set[int] = set()
+        self.step_codes = StepCodes([(layers[i][0], prepare(layers[i][1])) for i in sorted(self.coded_later)])
         self.graph_rooms: dict[int, DecodeRoom] = {}
         self.graph_scratch: dict[int, triton_decode.DecodeBuffers] = {}
 
@@ -113,6 +125,7 @@ class TritonPath:
             room: of the batch size. request: [bs] rows of req_to_token, 0 for padding. seq_lens: [bs], new tokens included.
             loc: [bs] slots being written.
         """
+        self._require_whole_step()
         request, seq_lens, loc = request.long(), seq_lens.long(), loc.long()
         rows = self.windows.assign_decode(request, seq_lens, loc)
         plan = triton_plan.plan_decode(
@@ -126,6 +139,7 @@ class TritonPath:
         Args:
             request: [bs] int64 rows of req_to_token. prefix_lens: [bs] on the host.
         """
+        self._require_whole_step()
         lens = torch.tensor(prefix_lens, dtype=torch.int32, device=request.device)
         buffers = self._plan_buffers(len(prefix_lens))
         return triton_plan.plan_decode(buffers, self.req_to_token, lens, req_pool_indices=request, **self.maps)
@@ -141,26 +155,45 @@ class TritonPath:
         rows = plan.window_rows[:, : self.windows.sink_tokens].long()
         return torch.where(rows < 0, self.windows.no_row, rows)
 
-    def decode(
-        self, step: TritonStep, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, codec: LayerCodec, scale: float, cap: float
-    ) -> Tensor:
+    def decode(self, step: TritonStep, layer_id: int, q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float) -> Tensor:
         """Store the new tokens of a layer and attend. Shapes as in `oscar_kernel`; returns q's type."""
-        layer = prepare(codec)
+        cache, codec = self.layers[layer_id]
+        layer, later = prepare(codec), layer_id in self.coded_later
         scratch = step.room.scratch[layer.k.query_width]
-        queries = scratch.q, scratch.amax
-        triton_store.store_kv(k, v, step.loc, step.window_rows, cache, codec, return_rows=False, q=q, queries=queries)
+        triton_store.store_kv(
+            k, v, step.loc, step.window_rows, cache, codec,
+            return_rows=False, codes_later=later, q=q, queries=(scratch.q, scratch.amax),
+        )  # fmt: skip
         out = torch.empty(*q.shape[:2], layer.v.dim, dtype=q.dtype, device=q.device)
-        return triton_decode.decode_attention(
-            q, cache, codec, step.plan, scale, cap, out=out, buffers=scratch, queries_ready=True
-        )
+        triton_decode.decode_attention(q, cache, codec, step.plan, scale, cap, out=out, buffers=scratch, queries_ready=True)
+        if later:
+            self._code_when_all_are_stored(step, layer_id)
+        return out
 
-    def extend(
-        self, step: TritonStep, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, codec: LayerCodec, scale: float, cap: float
-    ) -> Tensor:
+    def _code_when_all_are_stored(self, step: TritonStep, layer_id: int) -> None:
+        if layer_id in self.stored:
+            self._require_whole_step()
+        self.stored.add(layer_id)
+        if self.stored == self.coded_later:
+            self.step_codes.write(step.loc, step.window_rows)
+            self.stored.clear()
+
+    def _require_whole_step(self) -> None:
+        """Raise if the last decode step did not run every layer: its codes were rounded alone, not as calibration decided."""
+        if self.stored:
+            missing = ", ".join(map(str, sorted(self.coded_later - self.stored)))
+            self.stored.clear()
+            raise RuntimeError(
+                f"--kv-quant oscar: expected every attention layer to run in a decode step, layers {missing} did not, so the "
+                "2-bit codes of its tokens are not shaped; calibrate with --method oscar, or serve with --oscar-recent-tokens 0"
+            )
+
+    def extend(self, step: TritonStep, layer_id: int, q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float) -> Tensor:
         """Store the new tokens of a layer and attend; queries of padding, beyond the new tokens, give 0.
 
         The windows are written last: new tokens take ring rows that prefixes are still read from.
         """
+        cache, codec = self.layers[layer_id]
         new = triton_store.store_kv(k, v, step.loc, torch.full_like(step.window_rows, -1), cache, codec)
         out = torch.zeros(*q.shape[:2], prepare(codec).v.dim, dtype=q.dtype, device=q.device)
         triton_extend.extend_attention(
