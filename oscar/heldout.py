@@ -11,6 +11,7 @@ from torch import Tensor
 from oscar.artifact import LayerTransforms
 from oscar.capture import LayerCapture
 from oscar.codec import RowFormat, decode, encode
+from oscar.linalg import inverses
 from oscar.statistics import output_moment
 
 MAX_QUERIES = 256
@@ -180,7 +181,7 @@ def reconstruct(
     offset = 0.0 if mean is None else mean.to(x.device).unsqueeze(1)
     rows = ((x - offset) @ transform).transpose(0, 1).contiguous()  # [num_tokens, num_kv_heads, d]
     decoded = decode(encode(rows, fmt, clip.to(x.device), levels, shaping), fmt, levels).transpose(0, 1)
-    back = torch.linalg.inv(transform.double()).float()
+    back = inverses(transform.double()).float()
     return decoded @ back + offset
 
 

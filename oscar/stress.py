@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from oscar.capture import LayerCapture, capturing
+from oscar.linalg import inverses
 
 FACTOR = 16.0
 """Of outlier pairs and channels. A power of two: the factors cancel to the last bit."""
@@ -187,4 +188,4 @@ def _map_values(attention, maps: Tensor) -> None:
     v, o = attention.v_proj.weight, attention.o_proj.weight
     v.copy_(torch.einsum("hdn,hde->hen", v.double().view(num_kv_heads, d, -1), maps).flatten(0, 1))
     per_head = o.double().view(o.shape[0], num_kv_heads, -1, d)
-    o.copy_(torch.einsum("nhgd,hed->nhge", per_head, torch.linalg.inv(maps)).flatten(1))
+    o.copy_(torch.einsum("nhgd,hed->nhge", per_head, inverses(maps)).flatten(1))

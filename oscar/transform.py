@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from oscar import config
+from oscar.linalg import inverses
 from oscar.statistics import LayerStatistics, symmetrise
 
 SHRINKAGE = 1e-3
@@ -186,7 +187,7 @@ def shape_noise(transform: Tensor, cost: Tensor) -> Tensor:
         [num_kv_heads, d, d] float64, U without its diagonal, rounded to float16: a GPU reads half the bytes in every step.
     Source: docs/method.md; the same factorisation rounds weights in arXiv 2307.13304 (LDLQ).
     """
-    inverse = torch.linalg.inv(transform)
+    inverse = inverses(transform)
     stored = symmetrise(inverse @ cost @ inverse.mT)
     mean = torch.diagonal(stored, dim1=-2, dim2=-1).mean(-1)[:, None, None]
     one = torch.eye(stored.shape[-1], dtype=torch.float64)

@@ -15,6 +15,7 @@ import torch
 import triton
 
 from oscar.codec import LosslessFormat, RowFormat
+from oscar.linalg import inverses
 from oscar_kernel import (
     LayerCache,
     LayerCodec,
@@ -90,7 +91,7 @@ def codec_of(heads: int, dim: int, device: str, variant: Variant | None = None) 
     transform = transform.float().double().to(device)
     clip = torch.full((heads,), 0.96, device=device)
     fmt = LosslessFormat(dim, "bfloat16") if variant.native else RowFormat(dim, variant.group)
-    inverse = torch.linalg.inv(transform)
+    inverse = inverses(transform)
     query, fold = inverse.transpose(1, 2).float().contiguous(), variant.fold
     codec = LayerCodec(
         fmt, fmt, transform, query, None if fold else transform, None if fold else inverse.float().contiguous(), clip, clip

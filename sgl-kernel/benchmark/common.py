@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from oscar.codec import RowFormat
+from oscar.linalg import inverses
 from oscar_kernel import LayerCache, LayerCodec, cpu, host_memory
 
 
@@ -49,7 +50,7 @@ def random_layer(shape: Shape, num_slots: int, num_rows: int, seed: int) -> tupl
         k_format=fmt,
         v_format=fmt,
         k_transform=transform.double(),
-        q_transform=torch.linalg.inv(transform.double()).transpose(1, 2).float().contiguous(),
+        q_transform=inverses(transform.double()).transpose(1, 2).float().contiguous(),
         v_transform=None,
         v_inverse=None,
         k_clip=torch.full((heads,), 0.96),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from oscar import codec as codec_module
 from oscar.codec import LosslessFormat, RowFormat
+from oscar.linalg import inverses
 from oscar_kernel import LayerCache, LayerCodec, cpu, decode_attention, extend_attention, ops, plan_read, store_kv
 from oscar_kernel.attend import attend, merge_states
 
@@ -88,9 +89,9 @@ def codec_of(
         k_format=row_format(head_dim),
         v_format=row_format(v_head_dim),
         k_transform=k_transform,
-        q_transform=torch.linalg.inv(k_transform).transpose(1, 2).float(),
+        q_transform=inverses(k_transform).transpose(1, 2).float(),
         v_transform=None if fold else v_transform,
-        v_inverse=None if fold else torch.linalg.inv(v_transform).float(),
+        v_inverse=None if fold else inverses(v_transform).float(),
         k_clip=torch.full((num_kv_heads,), clip[0]),
         v_clip=torch.full((num_kv_heads,), clip[1]),
         k_mean=torch.randn(num_kv_heads, head_dim, generator=g, dtype=torch.float64) if mean else None,

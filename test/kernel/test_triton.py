@@ -17,6 +17,7 @@ import torch
 import oscar_kernel
 from oscar.capability import ARCHITECTURES, SPILLS, architecture_refusal
 from oscar.codec import LosslessFormat, RowFormat
+from oscar.linalg import inverses
 from oscar_kernel import LayerCache, LayerCodec, plan_read
 from oscar_kernel.decode_attention import decode_attention_ref as decode_attention
 from oscar_kernel.extend_attention import extend_attention_ref as extend_attention
@@ -83,9 +84,9 @@ def codec_of(
         k_format=RowFormat(dim, groups[0], meta),
         v_format=RowFormat(v_dim, groups[1], meta),
         k_transform=k_transform,
-        q_transform=torch.linalg.inv(k_transform).transpose(1, 2).float(),
+        q_transform=inverses(k_transform).transpose(1, 2).float(),
         v_transform=None if fold else v_transform,
-        v_inverse=None if fold else torch.linalg.inv(v_transform).float(),
+        v_inverse=None if fold else inverses(v_transform).float(),
         k_clip=torch.full((heads,), clip),
         v_clip=torch.full((heads,), clip),
         k_mean=torch.randn(heads, dim, generator=g, dtype=torch.float64) if mean else None,

@@ -1,5 +1,8 @@
 """Transforms: the paper's U H P to the letter, Lemma 1, ragged head dimensions, per head against shared."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -212,3 +215,17 @@ def test_shaping_without_an_output_projection_or_a_signal():
     ):
         found = transform.oscar_shaped(statistics)
         assert all(torch.isfinite(x).all() for x in vars(found).values())
+
+
+def test_inverses_are_right_when_threads_were_set():
+    """In a process of its own: what goes wrong stays wrong, and other tests invert stacks too."""
+    code = """
+import torch
+from oscar.linalg import inverses
+torch.set_num_threads(2)
+for d in (160, 192, 256):
+    t = torch.randn(8, d, d, generator=torch.Generator().manual_seed(d), dtype=torch.float64)
+    error = (inverses(t) @ t - torch.eye(d, dtype=torch.float64)).abs().max().item()
+    assert error < 1e-8, (d, error)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from oscar.codec import ROW_DTYPES, LosslessFormat, RowFormat, decode, encode
+from oscar.linalg import inverses
 
 if TYPE_CHECKING:
     from oscar.artifact import LayerTransforms
@@ -75,9 +76,9 @@ class LayerCodec:
             v_format=v_format,
             k_transform=k_transform.to(device),
             # Of an orthogonal transform this is the transform itself, to rounding.
-            q_transform=place(torch.linalg.inv(k_transform).transpose(1, 2), torch.float32),
+            q_transform=place(inverses(k_transform).transpose(1, 2), torch.float32),
             v_transform=None if fold_v else v_transform.to(device),
-            v_inverse=None if fold_v else place(torch.linalg.inv(v_transform), torch.float32),
+            v_inverse=None if fold_v else place(inverses(v_transform), torch.float32),
             k_clip=place(layer.k_clip, torch.float32),
             v_clip=place(layer.v_clip, torch.float32),
             k_mean=place(layer.k_mean, torch.float64),

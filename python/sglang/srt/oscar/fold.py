@@ -11,6 +11,8 @@ import logging
 import torch
 from torch import Tensor
 
+from oscar.linalg import inverses
+
 logger = logging.getLogger(__name__)
 
 FOLDABLE = frozenset({"LlamaAttention", "Qwen2Attention", "Qwen3Attention", "Qwen2MoeAttention", "Qwen3MoeAttention"})
@@ -36,7 +38,7 @@ def fold_value_transform(module: torch.nn.Module, v_transform: Tensor) -> bool:
     if out.weight.shape[1] != group_num * v_size or qkv.weight.shape[0] <= v_size:
         return False
     transform = v_transform.to(qkv.weight.device)
-    inverse = torch.linalg.inv(transform)
+    inverse = inverses(transform)
     with torch.no_grad():
         w_v = qkv.weight[-v_size:]
         w_v.copy_(torch.einsum("hdn,hde->hen", w_v.double().view(num_kv_heads, v_head_dim, -1), transform).flatten(0, 1))
