@@ -90,7 +90,8 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
   const __m512 shifts = _mm512_broadcast_f32x4(_mm_maskz_mov_ps(finite, top));
   float beta[4];
   raise_maxima<NH>(row, v_dim, top, alpha, beta);
-#pragma GCC unroll 8
+  // Rolled: unrolled, a tile's code begins to outgrow the processor's cache of decoded instructions.
+#pragma GCC unroll 1
   for (int h = 0; h < NH; h++) {
     const __m512 shift = _mm512_permutexvar_ps(_mm512_set1_epi32(h), shifts);
     __m512 total = _mm512_setzero_ps();
@@ -119,7 +120,7 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
     const __m512 inverses = _mm512_broadcast_f32x4(_mm_maskz_div_ps(usable, _mm_set1_ps(kTop), largest_weight));
     alignas(16) float scale[4];
     _mm_store_ps(scale, _mm_maskz_mul_ps(usable, largest_weight, _mm_set1_ps(1 / kTop)));
-#pragma GCC unroll 8
+#pragma GCC unroll 1
     for (int h = 0; h < NH; h++) {
       const __m512 inverse = _mm512_permutexvar_ps(_mm512_set1_epi32(h), inverses);
       Weights& out = weights[h][g];
@@ -152,13 +153,24 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
 }
 
 /// acc[h] = acc[h] * alpha[h] + sum_t p[h][t] step_t code_t. Codes are left where they lie in their byte: a field's products
-/// are 4^f times too large, each in accumulators of its own, and the scale takes that back.
-template <int NH, bool kOneGroup, int kQuarter>
+/// are 4^f times too large, each in accumulators of its own, and the scale takes that back. kFetch: bring the next call's rows
+/// into L1 meanwhile.
+template <int NH, bool kOneGroup, int kQuarter, bool kFetch>
 __attribute__((noinline)) void value_dots(const OscarSide& side, const uint8_t (*quads)[kMaxWords / 4][64],
                                           const Weights (*weights)[kMaxGroups], const float* alpha, float* const* acc_row,
-                                          int num_quads, Ahead* ahead) {
+                                          int num_quads, const Tile& tile) {
+  constexpr int kFetched = kFetch ? 32 / kQuarter : 0;  // keys a quad: all of a tile's, or none
   const int quarter = kQuarter ? kQuarter : side.head_dim / kCodesPerByte;
-  Prefetcher prefetcher(ahead);
+  Prefetcher prefetcher(tile.ahead);
+  // A row's last byte: its first ones share a line with those of the head before.
+  const uint8_t *k_end = nullptr, *v_end = nullptr;
+  const int64_t *k_offset = nullptr, *v_offset = nullptr;
+  if constexpr (kFetch) {
+    k_end = tile.next[0].base + kQuarter + kMetaBytes - 1;
+    v_end = tile.next[1].base + kQuarter + kMetaBytes - 1;
+    k_offset = tile.next[0].offset;
+    v_offset = tile.next[1].offset;
+  }
   for (int z = 0; z * 16 < quarter; z++) {
     const int lanes = quarter - 16 * z < 16 ? quarter - 16 * z : 16;
     const __mmask16 mask = __mmask16((1u << lanes) - 1);
@@ -176,6 +188,12 @@ __attribute__((noinline)) void value_dots(const OscarSide& side, const uint8_t (
       }
       for (int i = 0; i < num_quads; i++) {
         prefetcher.line();
+        if (i & 1) prefetcher.line();
+#pragma GCC unroll 2
+        for (int n = 0; n < kFetched; n++) {
+          __builtin_prefetch(k_end + *k_offset++);
+          __builtin_prefetch(v_end + *v_offset++);
+        }
         const __m512i packed = _mm512_load_si512(quads[i][z]);
         const __m512i code[2] = {_mm512_and_si512(packed, field[0]), _mm512_and_si512(packed, field[1])};
 #pragma GCC unroll 8
@@ -228,7 +246,7 @@ inline void packed_rows(const OscarLayer& layer, const Tile& tile, const QueryRo
   alignas(64) float logits[NH][kLookUpTile];
   Weights weights[NH][kMaxGroups];
   if constexpr (kKeys == kLookUpTile) {
-    key_lookups<NH, kQuarter / 2>(layer.k.head_dim, x.words16, x.k_meta, rows, first, tile.ahead, logits);
+    key_lookups<NH, kQuarter / 2>(layer.k.head_dim, x.words16, x.k_meta, rows, first, logits);
   } else {
     key_dots<NH>(layer.k, x.words32, x.k_meta, rows, first, tile.ahead, logits);
   }
@@ -242,10 +260,12 @@ inline void packed_rows(const OscarLayer& layer, const Tile& tile, const QueryRo
   }
   weigh<NH, kKeys>(x.v_meta, groups, v_dim, logits, acc_row, alpha, weights);
   const int num_quads = (tile.count + 3) / 4;
-  if (kQuarter || groups == 1) {
-    value_dots<NH, true, kQuarter>(layer.v, x.quads, weights, alpha, acc_row, num_quads, tile.ahead);
+  if (kQuarter && first + NH >= rows.num_rows) {
+    value_dots<NH, true, kQuarter, kQuarter != 0>(layer.v, x.quads, weights, alpha, acc_row, num_quads, tile);
+  } else if (kQuarter || groups == 1) {
+    value_dots<NH, true, kQuarter, false>(layer.v, x.quads, weights, alpha, acc_row, num_quads, tile);
   } else {
-    value_dots<NH, false, 0>(layer.v, x.quads, weights, alpha, acc_row, num_quads, tile.ahead);
+    value_dots<NH, false, 0, false>(layer.v, x.quads, weights, alpha, acc_row, num_quads, tile);
   }
 }
 

@@ -13,7 +13,7 @@ struct Bf16Rows {
 };
 
 /// The next row of what is ahead.
-__attribute__((noinline)) void next_row(Ahead* ahead) {
+inline __attribute__((always_inline)) void next_row(Ahead* ahead) {
   if (ahead->token >= ahead->last) {
     ahead->step = 0;
     ahead->at = ahead->k_base;

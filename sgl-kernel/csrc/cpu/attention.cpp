@@ -118,10 +118,13 @@ struct Offsets {
   int64_t k[kLookUpTile], v[kLookUpTile];
 
   void fill(const int32_t* index, int count, int keys, int64_t k_stride, int64_t v_stride) {
-    for (int t = 0; t < keys; t++) {
-      const int64_t at = index[t < count ? t : count - 1];
-      k[t] = at * k_stride;
-      v[t] = at * v_stride;
+    for (int t = 0; t < count; t++) {
+      k[t] = index[t] * k_stride;
+      v[t] = index[t] * v_stride;
+    }
+    for (int t = count; t < keys; t++) {
+      k[t] = k[count - 1];
+      v[t] = v[count - 1];
     }
   }
 };
@@ -135,6 +138,10 @@ struct Source {
   int64_t k_stride, v_stride, k_head, v_head;
   int k_row, v_row;  // bytes of a row
 };
+
+void fetch_into_l2(const uint8_t* p, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
 
 int row_bytes(const OscarSide& side, int dtype) {
   return side.row_kind == kPacked ? oscar_row_bytes(side.head_dim, side.group_size)
@@ -162,8 +169,19 @@ void attend_range(const KernelTable& table, const OscarLayer& layer, const Sourc
   Offsets offsets[2];
   const int heads = last_head - first_head;
   const auto count_at = [&](int64_t start) { return start >= end ? 0 : end - start < keys ? int(end - start) : keys; };
+  const uint8_t *const k_base = source.k + first_head * source.k_head, *const v_base = source.v + first_head * source.v_head;
+  const int k_bytes = int((heads - 1) * source.k_head) + source.k_row, v_bytes = int((heads - 1) * source.v_head) + source.v_row;
+  TileRows next[2];
   Tile tile = {};
-  if (begin < end) offsets[0].fill(source.indices + begin, count_at(begin), keys, source.k_stride, source.v_stride);
+  tile.next = next;
+  if (begin < end) {
+    // No tile before has asked for the first one's rows.
+    offsets[0].fill(source.indices + begin, count_at(begin), keys, source.k_stride, source.v_stride);
+    for (int t = 0; t < count_at(begin); t++) {
+      fetch_into_l2(k_base + offsets[0].k[t], k_bytes);
+      fetch_into_l2(v_base + offsets[0].v[t], v_bytes);
+    }
+  }
   int now = 0;
   for (int64_t start = begin; start < end; start += keys, now ^= 1) {
     const Offsets &here = offsets[now], &after = offsets[now ^ 1];
@@ -172,18 +190,25 @@ void attend_range(const KernelTable& table, const OscarLayer& layer, const Sourc
       offsets[now ^ 1].fill(source.indices + start + keys, count_after, keys, source.k_stride, source.v_stride);
     }
     Ahead ahead = {};
-    ahead.k_base = source.k + first_head * source.k_head;
-    ahead.v_base = source.v + first_head * source.v_head;
+    ahead.k_base = k_base;
+    ahead.v_base = v_base;
     ahead.k_offset = after.k;
     ahead.v_offset = after.v;
-    ahead.k_bytes = int((heads - 1) * source.k_head) + source.k_row;
-    ahead.v_bytes = int((heads - 1) * source.v_head) + source.v_row;
+    ahead.k_bytes = k_bytes;
+    ahead.v_bytes = v_bytes;
     tile.ahead = &ahead;
     tile.count = count_at(start);
     for (int head = first_head; head < last_head; head++) {
       ahead.last = count_after * (head - first_head + 1) / heads;  // each head's work brings its share of the tokens
       tile.k = {source.k + head * source.k_head, here.k};
       tile.v = {source.v + head * source.v_head, here.v};
+      if (head + 1 < last_head) {
+        next[0] = {tile.k.base + source.k_head, here.k};
+        next[1] = {tile.v.base + source.v_head, here.v};
+      } else {
+        next[0] = {k_base, count_after ? after.k : here.k};
+        next[1] = {v_base, count_after ? after.v : here.v};
+      }
       const QueryRows query_rows = rows(head);
       const State row_state = state(head);
       if (source.packed) {

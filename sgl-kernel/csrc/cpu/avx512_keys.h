@@ -145,13 +145,13 @@ void tabulate_queries(const OscarSide* k, int num_rows, const float* q, int16_t*
 /// than half of its time. kWords: 16-bit words of codes in a row, 0 for any number.
 template <int NH, int kWords>
 __attribute__((noinline)) void key_lookups(int head_dim, const uint16_t (*words)[kLookUpTile], const Meta& meta,
-                                           const QueryRows& rows, int first, Ahead* ahead, float (*logits)[kLookUpTile]) {
+                                           const QueryRows& rows, int first, float (*logits)[kLookUpTile]) {
   constexpr int kVectors = 2;  // of 32 keys: NH x 2 x 2 sums in 32 bits
   const int num_words = kWords ? kWords : head_dim / 8, num_last = (num_words + 4) / 5;
   const __m512i top_bit = _mm512_set1_epi16(-32768);
-  Prefetcher prefetcher(ahead);
 #pragma GCC unroll 1
   for (int t = 0; t < kLookUpTile; t += 32 * kVectors) {
+    asm volatile("" : "+r"(t));  // the compiler is not to make two copies of the loop: see weigh
     const int16_t* factors = rows.tables + size_t(first / kRowBlock) * oscar_table_entries(8 * num_words);
     const int16_t* table = factors + kFactorEntries;
     __m512i sums[NH][kVectors][2];
@@ -174,7 +174,6 @@ __attribute__((noinline)) void key_lookups(int head_dim, const uint16_t (*words)
       __m512i x[2][kVectors][3];
 #pragma GCC unroll 8
       for (int k = 0; k < 2; k++) {
-        prefetcher.line();
 #pragma GCC unroll 8
         for (int i = 0; i < kVectors; i++) {
           x[k][i][0] = _mm512_load_si512(words[j + k] + t + 32 * i);
@@ -208,7 +207,6 @@ __attribute__((noinline)) void key_lookups(int head_dim, const uint16_t (*words)
         for (int i = 0; i < kVectors; i++) last[k][h][i] = _mm512_setzero_si512();
       }
       for (int at = k ? (num_last + 1) / 2 : 0; at < (k ? num_last : (num_last + 1) / 2); at++) {
-        prefetcher.line();
         const int bits = num_words - 5 * at < 5 ? num_words - 5 * at : 5;
 #pragma GCC unroll 8
         for (int i = 0; i < kVectors; i++) {

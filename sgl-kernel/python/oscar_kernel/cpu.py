@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import operator
 import os
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -197,6 +198,11 @@ def _isa_sentence(lib: ctypes.CDLL, isa: str, source: str) -> str:
 
 def obstacle(codec: LayerCodec, cache: LayerCache, *tensors: Tensor) -> str | None:
     """Why the library cannot take a layer, in words; None if it can."""
+    made = cache.__dict__.get("_cpu")
+    if made is not None and made.holds(cache, codec):
+        # Looked at before; what is left are the call's own tensors.
+        if all(t.is_cpu and t.dtype in DTYPES for t in tensors):
+            return None
     if any(t.device.type != "cpu" for t in (cache.k_buffer, *tensors)):
         return "it takes CPU tensors"
     if library() is None:
@@ -265,7 +271,37 @@ def _prepared(codec: LayerCodec) -> _Prepared:
     return codec._cpu
 
 
+@dataclass(eq=False)
+class _Made:
+    """The C form of a layer for one codec, and what it was made of: a call between other work finds this code cold, so that
+    it costs a tenth of a millisecond where it costs a hundredth in a loop."""
+
+    codec: LayerCodec
+    tensors: tuple[Tensor, ...]
+    layers: dict[int, ctypes.Structure]  # by query heads a KV head: a store knows of none and says 1
+
+    def holds(self, cache: LayerCache, codec: LayerCodec) -> bool:
+        return self.codec is codec and all(map(operator.is_, self.tensors, _tensors(cache)))
+
+    def __deepcopy__(self, memo) -> None:
+        """A copy's tensors lie elsewhere; it makes its own."""
+
+
 def _layer(cache: LayerCache, codec: LayerCodec, group: int) -> ctypes.Structure:
+    """The layer's C form, kept on `cache` for as long as tensors and codec are the same objects."""
+    made = cache.__dict__.get("_cpu")
+    if made is None or not made.holds(cache, codec):
+        made = cache._cpu = _Made(codec, _tensors(cache), {})
+    if group not in made.layers:
+        made.layers[group] = _new_layer(cache, codec, group)
+    return made.layers[group]
+
+
+def _tensors(cache: LayerCache) -> tuple[Tensor, ...]:
+    return cache.k_buffer, cache.v_buffer, cache.k_window, cache.v_window
+
+
+def _new_layer(cache: LayerCache, codec: LayerCodec, group: int) -> ctypes.Structure:
     prepared = _prepared(codec)
     k_buffer, v_buffer, k_window, v_window = cache.k_buffer, cache.v_buffer, cache.k_window, cache.v_window
     element = k_window.element_size()

@@ -82,6 +82,7 @@ class OscarTokenToKVPool(MHATokenToKVPool):
 
         self.k_window = [rows(model.head_dim) for _ in range(self.layer_num)]
         self.v_window = [rows(model.v_head_dim) for _ in range(self.layer_num)]
+        self._layer_caches = [None] * self.layer_num
 
     def window_bytes(self) -> int:
         """Bytes of the 16-bit rows and of the map from rows to slots."""
@@ -92,8 +93,13 @@ class OscarTokenToKVPool(MHATokenToKVPool):
         return sum(t.nbytes for t in (*self.k_buffer, *self.v_buffer, self.windows.row_of_slot))
 
     def layer_cache(self, layer_id: int) -> LayerCache:
+        """The layer's storage, one object for as long as SGLang keeps the same buffers: kernels keep pointers on it."""
         i = layer_id - self.start_layer
-        return LayerCache(self.k_buffer[i], self.v_buffer[i], self.k_window[i], self.v_window[i])
+        made = self._layer_caches[i]
+        if made is None or made.k_buffer is not self.k_buffer[i]:
+            made = LayerCache(self.k_buffer[i], self.v_buffer[i], self.k_window[i], self.v_window[i])
+            self._layer_caches[i] = made
+        return made
 
     def write(self, layer_id: int, k, v, loc, window_rows):
         """`store_kv` into one layer of this pool; returns the transformed rows."""
