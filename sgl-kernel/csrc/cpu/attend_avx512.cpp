@@ -72,7 +72,7 @@ inline void raise_maxima(float* const* row, int v_dim, __m128 top, float* alpha,
 
 /// Logits of NH rows to weights relative to the tile's maximum, in place; running maxima and sums; limbs of p * step, a V group
 /// each.
-template <int NH, int kKeys>
+template <int NH, int kKeys, bool kOneGroup>
 __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, float (*logits)[kLookUpTile], float* const* row,
                                      float* alpha, Weights (*weights)[kMaxGroups]) {
   constexpr float kTop = 127 * 128 + 127;
@@ -90,17 +90,31 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
   const __m512 shifts = _mm512_broadcast_f32x4(_mm_maskz_mov_ps(finite, top));
   float beta[4];
   raise_maxima<NH>(row, v_dim, top, alpha, beta);
+  // p * step, of one group at a time, and the sum of p * centre. With one group p itself is not needed again.
+  alignas(64) float more[kOneGroup ? 1 : NH][kLookUpTile];
+  float(*const products)[kLookUpTile] = kOneGroup ? logits : more;
+  alignas(64) float offsets[NH][16];
+  const auto multiply = [&](int g, int h, int i, __m512 p, __m512* offset, __m512* largest) {
+    const __m512 product = _mm512_mul_ps(p, _mm512_load_ps(&meta.step[g][16 * i]));
+    _mm512_store_ps(products[h] + 16 * i, product);
+    *offset = _mm512_fmadd_ps(p, _mm512_load_ps(&meta.centre[g][16 * i]), *offset);
+    *largest = _mm512_max_ps(*largest, product);
+  };
+  alignas(64) float largest[NH][16];
   // Rolled: unrolled, a tile's code begins to outgrow the processor's cache of decoded instructions.
 #pragma GCC unroll 1
   for (int h = 0; h < NH; h++) {
     const __m512 shift = _mm512_permutexvar_ps(_mm512_set1_epi32(h), shifts);
-    __m512 total = _mm512_setzero_ps();
+    __m512 total = _mm512_setzero_ps(), offset = _mm512_setzero_ps(), most = _mm512_setzero_ps();
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; i++) {
       const __m512 p = exp2_short(_mm512_sub_ps(_mm512_load_ps(logits[h] + 16 * i), shift));
       total = _mm512_add_ps(total, p);
-      _mm512_store_ps(logits[h] + 16 * i, p);
+      if (!kOneGroup) _mm512_store_ps(logits[h] + 16 * i, p);
+      multiply(0, h, i, p, &offset, &most);
     }
+    _mm512_store_ps(offsets[h], offset);
+    _mm512_store_ps(largest[h], most);
     float* lanes = row[h] + v_dim + kLanes;
     const __m512 old = _mm512_mul_ps(_mm512_loadu_ps(lanes), _mm512_set1_ps(alpha[h]));
     _mm512_storeu_ps(lanes, _mm512_fmadd_ps(total, _mm512_set1_ps(beta[h]), old));
@@ -108,12 +122,13 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
   for (int g = 0; g < groups; g++) {
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++) {
+      high[h] = _mm512_load_ps(largest[h]);
+      if (kOneGroup || g == 0) continue;
+      __m512 offset = _mm512_setzero_ps();
       high[h] = _mm512_setzero_ps();
-#pragma GCC unroll 8
-      for (int i = 0; i < kVectors; i++) {
-        const __m512 weight = _mm512_mul_ps(_mm512_load_ps(logits[h] + 16 * i), _mm512_load_ps(&meta.step[g][16 * i]));
-        high[h] = _mm512_max_ps(high[h], weight);
-      }
+#pragma GCC unroll 1
+      for (int i = 0; i < kVectors; i++) multiply(g, h, i, _mm512_load_ps(logits[h] + 16 * i), &offset, &high[h]);
+      _mm512_store_ps(offsets[h], offset);
     }
     const __m128 largest_weight = largest_of<NH>(high);
     const __mmask8 usable = _mm_cmp_ps_mask(largest_weight, _mm_set1_ps(1e-30f), _CMP_GT_OQ);
@@ -125,12 +140,9 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
       const __m512 inverse = _mm512_permutexvar_ps(_mm512_set1_epi32(h), inverses);
       Weights& out = weights[h][g];
       __m512i word[kVectors];
-      __m512 offset = _mm512_setzero_ps();
 #pragma GCC unroll 8
       for (int i = 0; i < kVectors; i++) {
-        const __m512 p = _mm512_load_ps(logits[h] + 16 * i);
-        offset = _mm512_fmadd_ps(p, _mm512_load_ps(&meta.centre[g][16 * i]), offset);
-        word[i] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(p, _mm512_load_ps(&meta.step[g][16 * i])), inverse));
+        word[i] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(products[h] + 16 * i), inverse));
       }
       const __m512i low = _mm512_set1_epi16(127);
       __m512i sum = word[0];
@@ -143,7 +155,8 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
         _mm512_store_si512(out.low + 16 * i, bytes_of_words(_mm512_and_si512(a, low), _mm512_and_si512(b, low)));
       }
       // The -1.5 * step of each level, from the rounded weights for the reason given in key_dots.
-      offset = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(1.5f * scale[h]), offset);
+      const __m512 middle = _mm512_set1_ps(1.5f * scale[h]);
+      const __m512 offset = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(sum), middle, _mm512_load_ps(offsets[h]));
       out.scale = scale[h] * beta[h];
       float* lanes = row[h] + v_dim + kLanes * (2 + g);
       const __m512 old = _mm512_mul_ps(_mm512_loadu_ps(lanes), _mm512_set1_ps(alpha[h]));
@@ -258,7 +271,11 @@ inline void packed_rows(const OscarLayer& layer, const Tile& tile, const QueryRo
     acc_row[h] = state.data + size_t(first + h) * state.stride;
     if (tile.count < kKeys || rows.cap_log2e > 0) finish_logits(logits[h], tile.count, kKeys, rows.cap_log2e);
   }
-  weigh<NH, kKeys>(x.v_meta, groups, v_dim, logits, acc_row, alpha, weights);
+  if (kQuarter || groups == 1) {
+    weigh<NH, kKeys, true>(x.v_meta, 1, v_dim, logits, acc_row, alpha, weights);
+  } else {
+    weigh<NH, kKeys, false>(x.v_meta, groups, v_dim, logits, acc_row, alpha, weights);
+  }
   const int num_quads = (tile.count + 3) / 4;
   if (kQuarter && first + NH >= rows.num_rows) {
     value_dots<NH, true, kQuarter, kQuarter != 0>(layer.v, x.quads, weights, alpha, acc_row, num_quads, tile);
