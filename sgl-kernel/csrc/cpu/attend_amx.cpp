@@ -189,6 +189,7 @@ void packed_tile(const OscarLayer& layer, int head, const Tile& tile, const Quer
   read_affine(layer.v, tile.v, &v_affine);
   attend_blocks(layer, tile, rows, state, {layer.k.group_size, layer.k.head_dim / layer.k.group_size, &k_affine, keys},
                 {layer.v.group_size, layer.v.head_dim / layer.v.group_size, &v_affine, values});
+  prefetch_rest(tile.ahead);
 }
 
 void attend_wide_tiles(const OscarLayer* layer, int dtype, const Tile* tile, const QueryRows* rows, const State* state) {

@@ -165,9 +165,30 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
   }
 }
 
+/// Asks for memory of other tiles' rows, a few at a time.
+struct RowFetcher {
+  const uint8_t *next_k, *next_v, *later_k, *later_v;
+  const int64_t *next_k_offset, *next_v_offset, *later_k_offset, *later_v_offset;
+
+  explicit RowFetcher(const Tile& tile)
+      : next_k(tile.next[0].base), next_v(tile.next[1].base), later_k(tile.later[0].base), later_v(tile.later[1].base),
+        next_k_offset(tile.next[0].offset), next_v_offset(tile.next[1].offset), later_k_offset(tile.later[0].offset),
+        later_v_offset(tile.later[1].offset) {}
+  /// The next call's rows to L1, where that pays, and the later ones to L2.
+  template <bool kNext>
+  inline __attribute__((always_inline)) void token() {
+    if (kNext) {
+      __builtin_prefetch(next_k + *next_k_offset++);
+      __builtin_prefetch(next_v + *next_v_offset++);
+    }
+    __builtin_prefetch(later_k + *later_k_offset++, 0, 2);
+    __builtin_prefetch(later_v + *later_v_offset++, 0, 2);
+  }
+};
+
 /// acc[h] = acc[h] * alpha[h] + sum_t p[h][t] step_t code_t. Codes are left where they lie in their byte: a field's products
-/// are 4^f times too large, each in accumulators of its own, and the scale takes that back. kFetch: bring the next call's rows
-/// into L1 meanwhile.
+/// are 4^f times too large, each in accumulators of its own, and the scale takes that back. kFetch: ask for other tiles' rows
+/// meanwhile; else, unless the row length is known, for lines of what is ahead.
 template <int NH, bool kOneGroup, int kQuarter, bool kFetch>
 __attribute__((noinline)) void value_dots(const OscarSide& side, const uint8_t (*quads)[kMaxWords / 4][64],
                                           const Weights (*weights)[kMaxGroups], const float* alpha, float* const* acc_row,
@@ -175,15 +196,7 @@ __attribute__((noinline)) void value_dots(const OscarSide& side, const uint8_t (
   constexpr int kFetched = kFetch ? 32 / kQuarter : 0;  // keys a quad: all of a tile's, or none
   const int quarter = kQuarter ? kQuarter : side.head_dim / kCodesPerByte;
   Prefetcher prefetcher(tile.ahead);
-  // A row's last byte: its first ones share a line with those of the head before.
-  const uint8_t *k_end = nullptr, *v_end = nullptr;
-  const int64_t *k_offset = nullptr, *v_offset = nullptr;
-  if constexpr (kFetch) {
-    k_end = tile.next[0].base + kQuarter + kMetaBytes - 1;
-    v_end = tile.next[1].base + kQuarter + kMetaBytes - 1;
-    k_offset = tile.next[0].offset;
-    v_offset = tile.next[1].offset;
-  }
+  RowFetcher fetcher(tile);
   for (int z = 0; z * 16 < quarter; z++) {
     const int lanes = quarter - 16 * z < 16 ? quarter - 16 * z : 16;
     const __mmask16 mask = __mmask16((1u << lanes) - 1);
@@ -200,13 +213,9 @@ __attribute__((noinline)) void value_dots(const OscarSide& side, const uint8_t (
         for (int h = 0; h < NH; h++) upper[f][h] = lower[f][h] = _mm512_setzero_si512();
       }
       for (int i = 0; i < num_quads; i++) {
-        prefetcher.line();
-        if (i & 1) prefetcher.line();
+        if (kQuarter == 0) prefetcher.line();
 #pragma GCC unroll 2
-        for (int n = 0; n < kFetched; n++) {
-          __builtin_prefetch(k_end + *k_offset++);
-          __builtin_prefetch(v_end + *v_offset++);
-        }
+        for (int n = 0; n < kFetched; n++) fetcher.token<(kQuarter > 16)>();  // rows of 20 bytes share their lines with two more heads
         const __m512i packed = _mm512_load_si512(quads[i][z]);
         const __m512i code[2] = {_mm512_and_si512(packed, field[0]), _mm512_and_si512(packed, field[1])};
 #pragma GCC unroll 8
@@ -309,14 +318,17 @@ inline void packed_keys(const OscarLayer& layer, const Tile& tile, const QueryRo
 
 void packed_tile(const OscarLayer& layer, int head, const Tile& tile, const QueryRows& rows, const State& state) {
   const bool plain = layer.v.head_dim == layer.k.head_dim && layer.v.group_size == layer.v.head_dim;
-  if (!rows.tables) {
-    packed_keys<kTile, 0>(layer, tile, rows, state);
-  } else if (plain && layer.k.head_dim == 128) {
+  if (rows.tables && plain && layer.k.head_dim == 128) {
     packed_keys<kLookUpTile, 32>(layer, tile, rows, state);
-  } else if (plain && layer.k.head_dim == 64) {
+  } else if (rows.tables && plain && layer.k.head_dim == 64) {
     packed_keys<kLookUpTile, 16>(layer, tile, rows, state);
   } else {
-    packed_keys<kLookUpTile, 0>(layer, tile, rows, state);
+    if (rows.tables) {
+      packed_keys<kLookUpTile, 0>(layer, tile, rows, state);
+    } else {
+      packed_keys<kTile, 0>(layer, tile, rows, state);
+    }
+    prefetch_rest(tile.ahead);
   }
 }
 

@@ -272,7 +272,6 @@ void attend_packed(const OscarLayer* layer, int head, const Tile* tile, const Qu
 #if defined(OSCAR_INTEGER_DOTS)
   if (integer_dots_fit(*layer)) {
     packed_tile(*layer, head, *tile, *rows, *state);
-    prefetch_rest(tile->ahead);
     return;
   }
 #endif

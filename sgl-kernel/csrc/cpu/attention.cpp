@@ -166,29 +166,29 @@ Source window_source(const OscarLayer& layer, const OscarPlan& plan) {
 template <class RowsOf, class StateOf>
 void attend_range(const KernelTable& table, const OscarLayer& layer, const Source& source, int64_t begin, int64_t end,
                   int first_head, int last_head, int keys, RowsOf rows, StateOf state) {
-  Offsets offsets[2];
+  Offsets offsets[3];  // of a tile and the two after it, in turn
   const int heads = last_head - first_head;
-  const auto count_at = [&](int64_t start) { return start >= end ? 0 : end - start < keys ? int(end - start) : keys; };
   const uint8_t *const k_base = source.k + first_head * source.k_head, *const v_base = source.v + first_head * source.v_head;
   const int k_bytes = int((heads - 1) * source.k_head) + source.k_row, v_bytes = int((heads - 1) * source.v_head) + source.v_row;
-  TileRows next[2];
-  Tile tile = {};
-  tile.next = next;
-  if (begin < end) {
-    // No tile before has asked for the first one's rows.
-    offsets[0].fill(source.indices + begin, count_at(begin), keys, source.k_stride, source.v_stride);
-    for (int t = 0; t < count_at(begin); t++) {
-      fetch_into_l2(k_base + offsets[0].k[t], k_bytes);
-      fetch_into_l2(v_base + offsets[0].v[t], v_bytes);
-    }
+  const auto count_at = [&](int64_t start) { return start >= end ? 0 : end - start < keys ? int(end - start) : keys; };
+  const auto fill = [&](Offsets* to, int64_t start) {
+    if (start < end) to->fill(source.indices + start, count_at(start), keys, source.k_stride, source.v_stride);
+  };
+  fill(&offsets[0], begin);
+  fill(&offsets[1], begin + keys);
+  for (int t = 0; t < count_at(begin); t++) {  // no tile before has asked for the first one's rows
+    fetch_into_l2(k_base + offsets[0].k[t], k_bytes);
+    fetch_into_l2(v_base + offsets[0].v[t], v_bytes);
   }
   int now = 0;
-  for (int64_t start = begin; start < end; start += keys, now ^= 1) {
-    const Offsets &here = offsets[now], &after = offsets[now ^ 1];
+  for (int64_t start = begin; start < end; start += keys, now = (now + 1) % 3) {
+    fill(&offsets[(now + 2) % 3], start + 2 * keys);
     const int count_after = count_at(start + keys);
-    if (count_after) {
-      offsets[now ^ 1].fill(source.indices + start + keys, count_after, keys, source.k_stride, source.v_stride);
-    }
+    const Offsets& here = offsets[now];
+    const Offsets& after = count_after ? offsets[(now + 1) % 3] : here;
+    const Offsets& second = count_at(start + 2 * keys) ? offsets[(now + 2) % 3] : here;
+    // A tile ahead, in which the other heads have their turns. Of one head, that would be the next call.
+    const Offsets& distant = heads > 1 ? after : second;
     Ahead ahead = {};
     ahead.k_base = k_base;
     ahead.v_base = v_base;
@@ -196,19 +196,28 @@ void attend_range(const KernelTable& table, const OscarLayer& layer, const Sourc
     ahead.v_offset = after.v;
     ahead.k_bytes = k_bytes;
     ahead.v_bytes = v_bytes;
-    tile.ahead = &ahead;
+    TileRows next[2], later[2];
+    Tile tile = {};
     tile.count = count_at(start);
+    tile.ahead = &ahead;
+    tile.next = next;
+    tile.later = later;
     for (int head = first_head; head < last_head; head++) {
       ahead.last = count_after * (head - first_head + 1) / heads;  // each head's work brings its share of the tokens
       tile.k = {source.k + head * source.k_head, here.k};
       tile.v = {source.v + head * source.v_head, here.v};
+      // Heads' rows lie side by side. Where they are shorter than a line, their last bytes are in all of a slot's lines but,
+      // at times, the first head's first one; and what lies before them in theirs is of the head before.
+      const int k_end = source.k_row - 1, v_end = source.v_row - 1;
       if (head + 1 < last_head) {
-        next[0] = {tile.k.base + source.k_head, here.k};
-        next[1] = {tile.v.base + source.v_head, here.v};
+        next[0] = {tile.k.base + source.k_head + k_end, here.k};
+        next[1] = {tile.v.base + source.v_head + v_end, here.v};
       } else {
-        next[0] = {k_base, count_after ? after.k : here.k};
-        next[1] = {v_base, count_after ? after.v : here.v};
+        next[0] = {k_base + k_end, after.k};
+        next[1] = {v_base + v_end, after.v};
       }
+      later[0] = {tile.k.base + (head > first_head ? k_end : 0), distant.k};
+      later[1] = {tile.v.base + (head > first_head ? v_end : 0), distant.v};
       const QueryRows query_rows = rows(head);
       const State row_state = state(head);
       if (source.packed) {

@@ -94,7 +94,9 @@ struct Tile {
   TileRows k, v;
   const int32_t* limit;  // [num_rows] keys of this tile that a row sees, or null for all
   Ahead* ahead;          // what to prefetch
-  const TileRows* next;  // K and V rows of the next call of attend_packed, in L2 by now, or of this one's; null for none
+  /// Instead, K and V: of the rows of the next call, and of this head's in a later tile, bytes to ask for; of this call's rows
+  /// where there is no such call.
+  const TileRows *next, *later;
 };
 
 struct AttendTable {
