@@ -215,7 +215,9 @@ __attribute__((noinline)) void value_dots(const OscarSide& side, const uint8_t (
       for (int i = 0; i < num_quads; i++) {
         if (kQuarter == 0) prefetcher.line();
 #pragma GCC unroll 2
-        for (int n = 0; n < kFetched; n++) fetcher.token<(kQuarter > 16)>();  // rows of 20 bytes share their lines with two more heads
+        for (int n = 0; n < kFetched; n++) {
+          fetcher.token<(kQuarter > 16)>();  // rows of 20 bytes share their lines with two other heads'
+        }
         const __m512i packed = _mm512_load_si512(quads[i][z]);
         const __m512i code[2] = {_mm512_and_si512(packed, field[0]), _mm512_and_si512(packed, field[1])};
 #pragma GCC unroll 8

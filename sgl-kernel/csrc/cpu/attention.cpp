@@ -169,7 +169,8 @@ void attend_range(const KernelTable& table, const OscarLayer& layer, const Sourc
   Offsets offsets[3];  // of a tile and the two after it, in turn
   const int heads = last_head - first_head;
   const uint8_t *const k_base = source.k + first_head * source.k_head, *const v_base = source.v + first_head * source.v_head;
-  const int k_bytes = int((heads - 1) * source.k_head) + source.k_row, v_bytes = int((heads - 1) * source.v_head) + source.v_row;
+  const int k_bytes = int((heads - 1) * source.k_head) + source.k_row;
+  const int v_bytes = int((heads - 1) * source.v_head) + source.v_row;
   const auto count_at = [&](int64_t start) { return start >= end ? 0 : end - start < keys ? int(end - start) : keys; };
   const auto fill = [&](Offsets* to, int64_t start) {
     if (start < end) to->fill(source.indices + start, count_at(start), keys, source.k_stride, source.v_stride);
