@@ -1,5 +1,6 @@
 """Store, decode and extend against a float64 oracle that looks at one token at a time."""
 
+import copy
 import itertools
 import os
 import sys
@@ -525,6 +526,25 @@ def test_a_poisoned_row_stays_its_own(backend):
     batch.cache.k_buffer[batch.req_to_token[0, 20].long()] = codec.encode_k(codec.transform_k(bad[20:21]))
     out = decode_attention(torch.ones(2, 2, 64), batch.cache, codec, batch.plan([40, 40]), 0.1, **backend)
     assert torch.isfinite(out).all() and torch.equal(out[1], clean[1])
+
+
+def test_pointers_follow_the_buffers(backend):
+    """A layer's C form is kept between calls, for as long as it holds the same buffers and no longer; copies make their own."""
+    codec, lens = codec_of(2, 64, 64), [90]
+    batch, other = Batch(lens, 2, 2, 64, 64, codec), Batch(lens, 2, 2, 64, 64, codec, seed=2)
+    plan, q = batch.plan(lens), torch.ones(1, 4, 64)
+
+    def answer(cache):
+        return decode_attention(q, cache, codec, plan, 0.125, **backend)
+
+    mine = answer(batch.cache)
+    copied = copy.deepcopy(batch.cache)
+    batch.cache.k_buffer.zero_()
+    batch.cache.k_window.zero_()
+    assert torch.equal(answer(copied), mine) and not torch.equal(answer(batch.cache), mine)
+    for name in ("k_buffer", "v_buffer", "k_window", "v_window"):
+        setattr(batch.cache, name, getattr(other.cache, name))
+    assert torch.equal(answer(batch.cache), answer(other.cache))
 
 
 def test_states_merge_to_the_whole():

@@ -1,8 +1,8 @@
 """The CPU library: loading it, its C structures, and one function an op that passes pointers.
 
-ctypes, not an extension module or tvm-ffi: the library then needs neither PyTorch nor Python to compile, one build serves every
-version of both, and a call costs about 15 us, of which filling the structures is most. `csrc/cpu/oscar_cpu.h` says what the
-fields mean; the library's own sizes of the structures are compared when it is loaded.
+ctypes, not an extension module or tvm-ffi: the library then needs neither PyTorch nor Python to compile, and one build serves
+every version of both. A call costs about 10 us in a loop; 75 us between other work, which has the processor's caches then.
+`csrc/cpu/oscar_cpu.h` says what the fields mean; the library's own sizes of the structures are compared when it is loaded.
 """
 
 from __future__ import annotations
@@ -273,8 +273,7 @@ def _prepared(codec: LayerCodec) -> _Prepared:
 
 @dataclass(eq=False)
 class _Made:
-    """The C form of a layer for one codec, and what it was made of: a call between other work finds this code cold, so that
-    it costs a tenth of a millisecond where it costs a hundredth in a loop."""
+    """The C form of a layer for one codec, and what it was made of. Kept: making it was a quarter of a call's cost."""
 
     codec: LayerCodec
     tensors: tuple[Tensor, ...]
