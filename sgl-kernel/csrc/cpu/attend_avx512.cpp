@@ -70,11 +70,28 @@ inline void raise_maxima(float* const* row, int v_dim, __m128 top, float* alpha,
   _mm_storeu_ps(beta, _mm512_extractf32x4_ps((__m512)factor, 1));
 }
 
+enum { kL2 = 2, kL1 = 3 };  // the compiler's numbers
+
+/// Asks for bytes of rows, in order.
+template <int kLocality>
+struct Fetcher {
+  const uint8_t* base;
+  const int64_t* offset;
+
+  explicit Fetcher(const TileRows& rows) : base(rows.base), offset(rows.offset) {}
+  template <int kCount>
+  inline __attribute__((always_inline)) void rows() {
+#pragma GCC unroll 16
+    for (int i = 0; i < kCount; i++) __builtin_prefetch(base + offset[i], 0, kLocality);
+    offset += kCount;
+  }
+};
+
 /// Logits of NH rows to weights relative to the tile's maximum, in place; running maxima and sums; limbs of p * step, a V group
-/// each.
-template <int NH, int kKeys, bool kOneGroup>
+/// each. kFetch: ask for a later tile's values meanwhile.
+template <int NH, int kKeys, bool kOneGroup, bool kFetch>
 __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, float (*logits)[kLookUpTile], float* const* row,
-                                     float* alpha, Weights (*weights)[kMaxGroups]) {
+                                     float* alpha, Weights (*weights)[kMaxGroups], const Tile& tile) {
   constexpr float kTop = 127 * 128 + 127;
   constexpr int kVectors = kKeys / 16;
   static_assert(kVectors % 4 == 0, "limbs are packed four vectors at a time");
@@ -101,6 +118,7 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
     *largest = _mm512_max_ps(*largest, product);
   };
   alignas(64) float largest[NH][16];
+  Fetcher<kL2> later_v(tile.later[1]);
   // Rolled: unrolled, a tile's code begins to outgrow the processor's cache of decoded instructions.
 #pragma GCC unroll 1
   for (int h = 0; h < NH; h++) {
@@ -112,6 +130,7 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
       total = _mm512_add_ps(total, p);
       if (!kOneGroup) _mm512_store_ps(logits[h] + 16 * i, p);
       multiply(0, h, i, p, &offset, &most);
+      later_v.rows<kFetch ? kKeys / (NH * kVectors) : 0>();
     }
     _mm512_store_ps(offsets[h], offset);
     _mm512_store_ps(largest[h], most);
@@ -165,30 +184,9 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
   }
 }
 
-/// Asks for memory of other tiles' rows, a few at a time.
-struct RowFetcher {
-  const uint8_t *next_k, *next_v, *later_k, *later_v;
-  const int64_t *next_k_offset, *next_v_offset, *later_k_offset, *later_v_offset;
-
-  explicit RowFetcher(const Tile& tile)
-      : next_k(tile.next[0].base), next_v(tile.next[1].base), later_k(tile.later[0].base), later_v(tile.later[1].base),
-        next_k_offset(tile.next[0].offset), next_v_offset(tile.next[1].offset), later_k_offset(tile.later[0].offset),
-        later_v_offset(tile.later[1].offset) {}
-  /// The next call's rows to L1, where that pays, and the later ones to L2.
-  template <bool kNext>
-  inline __attribute__((always_inline)) void token() {
-    if (kNext) {
-      __builtin_prefetch(next_k + *next_k_offset++);
-      __builtin_prefetch(next_v + *next_v_offset++);
-    }
-    __builtin_prefetch(later_k + *later_k_offset++, 0, 2);
-    __builtin_prefetch(later_v + *later_v_offset++, 0, 2);
-  }
-};
-
 /// acc[h] = acc[h] * alpha[h] + sum_t p[h][t] step_t code_t. Codes are left where they lie in their byte: a field's products
-/// are 4^f times too large, each in accumulators of its own, and the scale takes that back. kFetch: ask for other tiles' rows
-/// meanwhile; else, unless the row length is known, for lines of what is ahead.
+/// are 4^f times too large, each in accumulators of its own, and the scale takes that back. kFetch: ask for rows of the next
+/// call and a later tile meanwhile.
 template <int NH, bool kOneGroup, int kQuarter, bool kFetch>
 __attribute__((noinline)) void value_dots(const OscarSide& side, const uint8_t (*quads)[kMaxWords / 4][64],
                                           const Weights (*weights)[kMaxGroups], const float* alpha, float* const* acc_row,
@@ -196,7 +194,8 @@ __attribute__((noinline)) void value_dots(const OscarSide& side, const uint8_t (
   constexpr int kFetched = kFetch ? 32 / kQuarter : 0;  // keys a quad: all of a tile's, or none
   const int quarter = kQuarter ? kQuarter : side.head_dim / kCodesPerByte;
   Prefetcher prefetcher(tile.ahead);
-  RowFetcher fetcher(tile);
+  Fetcher<kL1> next_k(tile.next[0]), next_v(tile.next[1]);
+  Fetcher<kL2> later_k(tile.later[0]);
   for (int z = 0; z * 16 < quarter; z++) {
     const int lanes = quarter - 16 * z < 16 ? quarter - 16 * z : 16;
     const __mmask16 mask = __mmask16((1u << lanes) - 1);
@@ -214,10 +213,12 @@ __attribute__((noinline)) void value_dots(const OscarSide& side, const uint8_t (
       }
       for (int i = 0; i < num_quads; i++) {
         if (kQuarter == 0) prefetcher.line();
-#pragma GCC unroll 2
-        for (int n = 0; n < kFetched; n++) {
-          fetcher.token<(kQuarter > 16)>();  // rows of 20 bytes share their lines with two other heads'
+        // Few at a time and in several phases: where more is asked for than memory gives, all loads wait.
+        if constexpr (kQuarter > 16) {  // rows of 20 bytes share their lines with two other heads'
+          next_k.rows<kFetched>();
+          next_v.rows<kFetched>();
         }
+        later_k.rows<kFetched>();
         const __m512i packed = _mm512_load_si512(quads[i][z]);
         const __m512i code[2] = {_mm512_and_si512(packed, field[0]), _mm512_and_si512(packed, field[1])};
 #pragma GCC unroll 8
@@ -282,17 +283,15 @@ inline void packed_rows(const OscarLayer& layer, const Tile& tile, const QueryRo
     acc_row[h] = state.data + size_t(first + h) * state.stride;
     if (tile.count < kKeys || rows.cap_log2e > 0) finish_logits(logits[h], tile.count, kKeys, rows.cap_log2e);
   }
-  if (kQuarter || groups == 1) {
-    weigh<NH, kKeys, true>(x.v_meta, 1, v_dim, logits, acc_row, alpha, weights);
-  } else {
-    weigh<NH, kKeys, false>(x.v_meta, groups, v_dim, logits, acc_row, alpha, weights);
-  }
   const int num_quads = (tile.count + 3) / 4;
   if (kQuarter && first + NH >= rows.num_rows) {
+    weigh<NH, kKeys, true, kQuarter != 0>(x.v_meta, 1, v_dim, logits, acc_row, alpha, weights, tile);
     value_dots<NH, true, kQuarter, kQuarter != 0>(layer.v, x.quads, weights, alpha, acc_row, num_quads, tile);
   } else if (kQuarter || groups == 1) {
+    weigh<NH, kKeys, true, false>(x.v_meta, 1, v_dim, logits, acc_row, alpha, weights, tile);
     value_dots<NH, true, kQuarter, false>(layer.v, x.quads, weights, alpha, acc_row, num_quads, tile);
   } else {
+    weigh<NH, kKeys, false, false>(x.v_meta, groups, v_dim, logits, acc_row, alpha, weights, tile);
     value_dots<NH, false, 0, false>(layer.v, x.quads, weights, alpha, acc_row, num_quads, tile);
   }
 }

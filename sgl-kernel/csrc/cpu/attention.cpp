@@ -218,7 +218,9 @@ void attend_range(const KernelTable& table, const OscarLayer& layer, const Sourc
         next[1] = {v_base + v_end, after.v};
       }
       later[0] = {tile.k.base + (head > first_head ? k_end : 0), distant.k};
-      later[1] = {tile.v.base + (head > first_head ? v_end : 0), distant.v};
+      // New lines are every other head's; of another head's values, those of K and V take turns.
+      const int v_head = head > first_head ? head - 1 : last_head - 1;
+      later[1] = {source.v + v_head * source.v_head + (v_head > first_head ? v_end : 0), distant.v};
       const QueryRows query_rows = rows(head);
       const State row_state = state(head);
       if (source.packed) {

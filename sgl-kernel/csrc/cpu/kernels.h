@@ -32,8 +32,8 @@ struct QueryRows {
   const float* sums;   // [num_rows, kMaxGroups]: per K group sum of 256 * high + low; avx2: of q, and no limbs or scale
   float cap_log2e;     // logit cap times log2(e): the logit in base 2 is cap_log2e * tanh(q . k); 0 for no cap
   /// Or null: logits by look-up, for rows with one K group, in blocks of kRowBlock query rows. A row of codes is 16-bit words
-  /// of 8 channels. A part is a sum of entries that fits 16 bits: of each word those of bits 0..4, 5..9 and 10..14; then those of
-  /// bit 15, five words at a time, in two parts. The sum of factor * part is (q . (code - 1.5)) / scale; `sums` has q / scale.
+  /// of 8 channels. A part is a sum of entries that fits 16 bits: of each word those of bits 0..4, 5..9 and 10..14; then those
+  /// of bit 15, five words at a time, in two parts. The sum of factor * part is (q . (code - 1.5)) / scale; `sums` has q / scale.
   ///
   ///     int16   0                                             kFactorEntries
   ///             | factors [parts / 2][kRowBlock][2] | padding | tables [oscar_lookups(dim)][kRowBlock][kEntries] |
