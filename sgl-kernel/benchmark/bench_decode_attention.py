@@ -231,10 +231,11 @@ def run_case(shape: Shape, ctx: int, bs: int, args, buffer: Tensor, vllm: VllmWo
         for j in range(len(arms)):
             arm = arms[(i + j) % len(arms)]
             time.sleep(SETTLE_SECONDS)
+            # Also leaves clean lines in the caches: what an arm has written is else written back on the next arm's time.
+            bandwidth.append(read_gbps(buffer, i + j))
             arm.run(3 * i)  # not counted: what ran before has the caches, and in a model the layers run back to back
             for k in (1, 2):
                 times[arm.name].append(arm.timed(3 * i + k))
-        bandwidth.append(read_gbps(buffer, i))
         i += 1
     median = {name: statistics.median(values) for name, values in times.items()}
     peers = [arm.name for arm in arms[2:]]
