@@ -118,6 +118,7 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
     *largest = _mm512_max_ps(*largest, product);
   };
   alignas(64) float largest[NH][16];
+  constexpr int kFetched = kFetch ? kKeys / (NH * kVectors) : 0;
   Fetcher<kL2> later_v(tile.later[1]);
   // Rolled: unrolled, a tile's code begins to outgrow the processor's cache of decoded instructions.
 #pragma GCC unroll 1
@@ -130,7 +131,7 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
       total = _mm512_add_ps(total, p);
       if (!kOneGroup) _mm512_store_ps(logits[h] + 16 * i, p);
       multiply(0, h, i, p, &offset, &most);
-      later_v.rows<kFetch ? kKeys / (NH * kVectors) : 0>();
+      later_v.rows<kFetched>();
     }
     _mm512_store_ps(offsets[h], offset);
     _mm512_store_ps(largest[h], most);
@@ -138,6 +139,7 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
     const __m512 old = _mm512_mul_ps(_mm512_loadu_ps(lanes), _mm512_set1_ps(alpha[h]));
     _mm512_storeu_ps(lanes, _mm512_fmadd_ps(total, _mm512_set1_ps(beta[h]), old));
   }
+  later_v.rows<kFetch ? kKeys - kFetched * NH * kVectors : 0>();
   for (int g = 0; g < groups; g++) {
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++) {
