@@ -199,10 +199,8 @@ def _isa_sentence(lib: ctypes.CDLL, isa: str, source: str) -> str:
 def obstacle(codec: LayerCodec, cache: LayerCache, *tensors: Tensor) -> str | None:
     """Why the library cannot take a layer, in words; None if it can."""
     made = cache.__dict__.get("_cpu")
-    if made is not None and made.holds(cache, codec):
-        # Looked at before; what is left are the call's own tensors.
-        if all(t.is_cpu and t.dtype in DTYPES for t in tensors):
-            return None
+    if made is not None and made.holds(cache, codec) and all(t.is_cpu and t.dtype in DTYPES for t in tensors):
+        return None  # this layer has passed before
     if any(t.device.type != "cpu" for t in (cache.k_buffer, *tensors)):
         return "it takes CPU tensors"
     if library() is None:
