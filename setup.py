@@ -27,8 +27,11 @@ setup(
     packages=[
         *find_packages(include=["oscar", "oscar.*"]),
         "oscar_kernel",
+        "oscar_kernel.cpu",
+        "oscar_kernel.triton",
         "sglang.srt.oscar",
-        "sglang.srt.oscar.models",
+        "sglang.srt.oscar.cpu",
+        "sglang.srt.oscar.cpu.models",
     ],
     package_dir={
         "oscar": "oscar",
@@ -36,7 +39,7 @@ setup(
         "sglang.srt.oscar": "python/sglang/srt/oscar",
     },
     cmdclass=build_cpu.CMDCLASS,
-    package_data={"oscar_kernel": ["*.so"], "oscar": ["embedded/*", "**/*.jinja", "**/*.json", "**/*.md", "**/*.txt"]},
+    package_data={"oscar_kernel.cpu": ["*.so"], "oscar": ["embedded/*", "**/*.jinja", "**/*.json", "**/*.md", "**/*.txt"]},
     install_requires=[
         f"sglang=={CONSTANTS['SGLANG_VERSION']}",
         "matplotlib",
@@ -50,9 +53,9 @@ setup(
     ],
     extras_require={"test": ["hypothesis", "pytest", "ruff"]},
     entry_points={
-        "console_scripts": ["oscar = oscar.cli:main"],
+        "console_scripts": ["oscar = oscar.commands.main:main"],
         # Runs while `import sglang` runs, in every process: flags, resolution hooks and the CPU platform.
-        "sglang.srt.platforms": ["oscar = sglang.srt.oscar.early:activate"],
+        "sglang.srt.platforms": ["oscar = sglang.srt.oscar.entry:activate"],
         # Runs in `load_plugins()`: attention backend and the hooks on the pool.
         "sglang.srt.plugins": ["oscar = sglang.srt.oscar.plugin:register"],
     },

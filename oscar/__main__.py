@@ -2,6 +2,6 @@
 
 import sys
 
-from oscar.cli import main
+from oscar.commands.main import main
 
 sys.exit(main())

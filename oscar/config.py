@@ -23,3 +23,6 @@ DEFAULT_CONTINUATION = 256
 DEFAULT_DOCUMENTS = 16
 DEFAULT_PROMPTS = 200
 """Of the retrieval task; each hard task has a fifth of them."""
+RECALL_HARD = "recall-hard"
+TASKS = ("retrieval", "perplexity", "divergence", RECALL_HARD)
+"""Tasks of `oscar evaluate`."""

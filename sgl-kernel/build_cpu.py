@@ -20,7 +20,7 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "csrc" / "cpu"
-PACKAGE = HERE / "python" / "oscar_kernel"
+PACKAGE = HERE / "python" / "oscar_kernel" / "cpu"
 LIBRARY = "liboscar_cpu.so"
 
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-Wall"]

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
-from oscar import sizing, transform
-from oscar.artifact import Artifact, LayerTransforms, ModelIdentity
-from oscar.calibrate import build
-from oscar.codec import LosslessFormat, RowFormat
+from oscar.calibration.calibrate import build
+from oscar.calibration.options import CalibrationOptions, formats
 from oscar.evaluate.reader import Windows
-from oscar.options import CalibrationOptions, formats
-from oscar.statistics import LayerStatistics
+from oscar.format import sizing
+from oscar.format.artifact import Artifact, LayerTransforms, ModelIdentity
+from oscar.format.codec import LosslessFormat, RowFormat
+from oscar.methods import transform
+from oscar.methods.statistics import LayerStatistics
 from oscar_kernel import LayerCodec
 
 BF16, LOSSLESS = "bf16", "lossless"

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import requests
 
-from oscar import sizing
-from oscar.artifact import ModelIdentity
 from oscar.evaluate.task_scores import TaskScores
 from oscar.evaluate.tasks import Task
+from oscar.format import sizing
+from oscar.format.artifact import ModelIdentity
 
 AT_ONCE = 4
 """Requests under way."""

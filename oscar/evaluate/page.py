@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from oscar.artifact import write_whole
+from oscar.format.artifact import write_whole
 
 _COLOURS = ("#1f6fb4", "#d1622b", "#3a923a", "#b0417b", "#7a5195", "#8c6d31", "#17a2b8", "#666666")
 _SMALLEST_KL = 1e-7

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oscar.capture import LayerCapture, UnsupportedModelError, capturing
+from oscar.calibration.run_transformers import LayerCapture, UnsupportedModelError, capturing
 from oscar_kernel import LayerCache, LayerCodec, ReadPlan, decode_attention, extend_attention, plan_read, store_kv
 
 Windows = tuple[int, int]

@@ -10,20 +10,20 @@ from pathlib import Path
 import torch
 
 import oscar
-from oscar import artifact as artifacts
-from oscar import config, saved_statistics
-from oscar.calibrate import CALIBRATION_ERRORS, collect
+from oscar import config
+from oscar.calibration import saved as saved_statistics
+from oscar.calibration.calibrate import CALIBRATION_ERRORS, collect
+from oscar.calibration.load_model import load_model, load_tokenizer
+from oscar.calibration.options import CalibrationOptions, check
+from oscar.calibration.text import end_tokens
 from oscar.evaluate import arms as making
-from oscar.evaluate.arguments import RECALL_HARD, TASKS
 from oscar.evaluate.endpoint import Endpoint, EndpointError
 from oscar.evaluate.reader import Reader
 from oscar.evaluate.task_scores import CHANCE, TaskScores, score_tasks
 from oscar.evaluate.tasks import HARD, MAKERS, Task, make
 from oscar.evaluate.text_scores import TextScores, read_documents, score_text
-from oscar.load_model import load_model, load_tokenizer
-from oscar.options import CalibrationOptions, check
+from oscar.format import artifact as artifacts
 from oscar.progress import Steps
-from oscar.text import end_tokens
 
 HARD_SHARE = 5
 """There are this many times fewer prompts of each hard task than of retrieval."""
@@ -47,7 +47,7 @@ class EvaluationOptions:
         model: model folder.
         methods: names out of bf16, lossless, int2 and `transform.METHODS`, the latter also with "-shared".
         artifacts: artifact files, each an arm named after its file.
-        tasks: names in TASKS.
+        tasks: names in config.TASKS.
         context: tokens of a prompt, and of what precedes a continuation.
         continuation: tokens that are decoded after it, teacher-forced.
         documents: most documents of running text.
@@ -68,7 +68,7 @@ class EvaluationOptions:
     model: str | Path
     methods: tuple[str, ...] = config.DEFAULT_ARMS
     artifacts: tuple[str | Path, ...] = ()
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = config.TASKS
     context: int = config.DEFAULT_EVALUATION_CONTEXT
     continuation: int = config.DEFAULT_CONTINUATION
     documents: int = config.DEFAULT_DOCUMENTS
@@ -156,12 +156,13 @@ def _check(options: EvaluationOptions) -> CalibrationOptions:
             raise EvaluationError(
                 f"--{name}: expected a positive number, at least 2 for --continuation, got {getattr(options, name)}"
             )
-    if bad := [task for task in options.tasks if task not in TASKS]:
-        raise EvaluationError(f"--tasks: expected names out of {', '.join(TASKS)}, got {bad[0]!r}")
+    if bad := [task for task in options.tasks if task not in config.TASKS]:
+        raise EvaluationError(f"--tasks: expected names out of {', '.join(config.TASKS)}, got {bad[0]!r}")
     if not options.methods and not options.artifacts and options.endpoint is None:
         raise EvaluationError("expected at least one of --methods, --artifact and --endpoint, got none")
-    if options.endpoint is not None and not {"retrieval", RECALL_HARD} & set(options.tasks):
-        raise EvaluationError(f"--endpoint: expected a task with generated answers, retrieval or {RECALL_HARD}, got none")
+    if options.endpoint is not None and not {"retrieval", config.RECALL_HARD} & set(options.tasks):
+        wanted = f"retrieval or {config.RECALL_HARD}"
+        raise EvaluationError(f"--endpoint: expected a task with generated answers, {wanted}, got none")
     try:
         making.check_names(options.methods)
     except ValueError as error:
@@ -216,7 +217,7 @@ def _documents(options: EvaluationOptions, tokenizer) -> list[torch.Tensor]:
 def _tasks(options: EvaluationOptions, tokenizer) -> dict[str, list[Task]]:
     """kind -> prompts."""
     wanted = {"retrieval": options.n} if "retrieval" in options.tasks else {}
-    if RECALL_HARD in options.tasks:
+    if config.RECALL_HARD in options.tasks:
         wanted |= dict.fromkeys(HARD, max(1, options.n // HARD_SHARE))
     assert set(wanted) <= set(MAKERS)
     try:

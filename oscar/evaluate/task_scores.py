@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from oscar import needles
+from oscar.evaluate import needles
 from oscar.evaluate.arms import Arm
 from oscar.evaluate.generate import generate
 from oscar.evaluate.reader import Reader, Windows

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from oscar.calibration.text import TextError, check_file, start_tokens
 from oscar.evaluate.arms import Arm
 from oscar.evaluate.reader import Reader, Reading, Windows
-from oscar.text import TextError, check_file, start_tokens
 
 QUARTERS = 4
 """Parts of the continuation that top-1 agreement is also reported for: does the error grow with what was written?"""

@@ -28,7 +28,8 @@ from common import SHAPES, Shape, as_in_pool, bandwidth_buffer, machine, random_
 from torch import Tensor
 
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
-from oscar_kernel import LayerCache, LayerCodec, ReadPlan, cpu, decode_attention, plan_read
+from oscar_kernel import LayerCache, LayerCodec, ReadPlan, decode_attention, plan_read
+from oscar_kernel.cpu import library as cpu
 
 COLD_BYTES = 256 << 20
 """Cache of all layers of an arm together: eight times a large last-level cache."""

@@ -18,7 +18,8 @@ from bench_decode_attention import make_plan, paged_slots
 from common import SHAPES, machine, random_layer, summary
 
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
-from oscar_kernel import cpu, extend_attention
+from oscar_kernel import extend_attention
+from oscar_kernel.cpu import library as cpu
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ import time
 import torch
 from common import SHAPES, machine, random_layer, summary
 
-from oscar_kernel import cpu, store_kv
+from oscar_kernel import store_kv
+from oscar_kernel.cpu import library as cpu
 
 
 def main() -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oscar.codec import RowFormat
-from oscar.linalg import inverses
-from oscar_kernel import LayerCache, LayerCodec, cpu, host_memory
+from oscar.format.codec import RowFormat
+from oscar.format.linalg import inverses
+from oscar_kernel import LayerCache, LayerCodec, host_memory
+from oscar_kernel.cpu import library as cpu
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oscar import codec as codec_module
-from oscar.codec import LosslessFormat, RowFormat
-from oscar.linalg import inverses
-from oscar_kernel import LayerCache, LayerCodec, cpu, decode_attention, extend_attention, ops, plan_read, store_kv
+from oscar.format import codec as codec_module
+from oscar.format.codec import LosslessFormat, RowFormat
+from oscar.format.linalg import inverses
+from oscar_kernel import LayerCache, LayerCodec, decode_attention, extend_attention, ops, plan_read, store_kv
 from oscar_kernel.attend import attend, merge_states
+from oscar_kernel.cpu import library as cpu
 
 SINK, RECENT = 4, 16
 

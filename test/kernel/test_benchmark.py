@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar_kernel import cpu
+from oscar_kernel.cpu import library as cpu
 
 FOLDER = Path(__file__).parents[2] / "sgl-kernel" / "benchmark"
 SCRIPT = FOLDER / "bench_decode_attention.py"

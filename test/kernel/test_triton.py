@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import oscar_kernel
-from oscar.capability import ARCHITECTURES, SPILLS, architecture_refusal
-from oscar.codec import LosslessFormat, RowFormat
-from oscar.linalg import inverses
+from oscar.format.codec import LosslessFormat, RowFormat
+from oscar.format.linalg import inverses
+from oscar.support import architecture_refusal
 from oscar_kernel import LayerCache, LayerCodec, plan_read
+from oscar_kernel.architectures import ARCHITECTURES, SPILLS
 from oscar_kernel.decode_attention import decode_attention_ref as decode_attention
 from oscar_kernel.extend_attention import extend_attention_ref as extend_attention
 from oscar_kernel.store_kv import store_kv_ref as store_kv
@@ -41,18 +42,16 @@ EXTEND_ERROR = 1.2e-2
 """The same for extend, whose queries and weights are bfloat16 against 16-bit rows; measured 6e-3."""
 
 if INTERPRETED or ON_CARD:
-    from oscar_kernel import (
-        triton_common,
-        triton_decode,
-        triton_extend,
-        triton_plan,
-        triton_query,
-        triton_shaping,
-        triton_step_codes,
-        triton_store,
-    )
     from oscar_kernel.flashinfer_api import BatchDecodeWithPagedInt2KVCache, BatchPrefillWithPagedInt2KVCache
-    from oscar_kernel.triton_tuning import Launch
+    from oscar_kernel.triton import common as triton_common
+    from oscar_kernel.triton import decode as triton_decode
+    from oscar_kernel.triton import extend as triton_extend
+    from oscar_kernel.triton import plan as triton_plan
+    from oscar_kernel.triton import query as triton_query
+    from oscar_kernel.triton import shaping as triton_shaping
+    from oscar_kernel.triton import step_codes as triton_step_codes
+    from oscar_kernel.triton import store as triton_store
+    from oscar_kernel.triton.tuning import Launch
 
 
 def moved(x):
@@ -613,8 +612,8 @@ def test_the_ops_refuse_the_kernels_where_they_cannot_run():
 
 @runs_kernels
 def test_what_is_not_supported_is_refused():
-    from oscar.codec import LosslessFormat
-    from oscar_kernel.triton_common import Planes, prepare
+    from oscar.format.codec import LosslessFormat
+    from oscar_kernel.triton.common import Planes, prepare
 
     with pytest.raises(ValueError, match="lossless"):
         Planes.of(LosslessFormat(64))
@@ -633,7 +632,7 @@ SHAPED = ("step_shaping_kernel, 2 tokens a program", "shaping_kernel, 64 tokens 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_kernels_lower_without_spills(arch):
     """Machine code for cards that are not here. docs/gpu_compile_report.md has every geometry, this one the main one's."""
-    from oscar_kernel.triton_compile import MAIN_CASE, SHAPED_CASE, distinct_launches, lower
+    from compile_kernels import MAIN_CASE, SHAPED_CASE, distinct_launches, lower
 
     rows = {launch.label: lower(launch, arch) for launch in distinct_launches(MAIN_CASE, arch)}
     assert len(rows) == 6  # a decode step takes two of them a layer: store and decode
@@ -653,8 +652,7 @@ def test_kernels_lower_without_spills(arch):
 def test_products_and_sums_of_error_shaping_are_rounded_apart():
     """A fused multiply-add would round once, and give other bytes; the interpreter has none, so this asks the machine code."""
     import triton
-
-    from oscar_kernel.triton_compile import SHAPED_CASE, GPUTarget, _tool, distinct_launches, source_of
+    from compile_kernels import SHAPED_CASE, GPUTarget, _tool, distinct_launches, source_of
 
     launches = [launch for launch in distinct_launches(SHAPED_CASE, "sm_90") if launch.label in SHAPED]
     assert len(launches) == 2
@@ -666,7 +664,7 @@ def test_products_and_sums_of_error_shaping_are_rounded_apart():
 
 @compiles
 def test_committed_report_has_no_spills():
-    from oscar_kernel.triton_compile import MAIN_CASE, REPORTED, cases
+    from compile_kernels import MAIN_CASE, REPORTED, cases
 
     rows = json.loads((ROOT / "docs" / "gpu_compile_report.json").read_text())
     assert {row["arch"] for row in rows if row["case"] == MAIN_CASE} == set(REPORTED)
@@ -679,20 +677,20 @@ def test_committed_report_has_no_spills():
 @compiles
 def test_bytes_of_a_step_are_near_the_least_that_the_format_allows():
     """One layer at 100K tokens, counted from the tensors that the kernels are given."""
-    sys.path.insert(0, str(ROOT / "scripts"))
+    sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
     try:
-        import gpu_roofline
+        import roofline
     finally:
         sys.path.pop(0)
-    card = gpu_roofline.CARDS[0]
-    loop = gpu_roofline.loop_of(card.arch, gpu_roofline.Shape().dim)
+    card = roofline.CARDS[0]
+    loop = roofline.loop_of(card.arch, roofline.Shape().dim)
     for shaped in (False, True):
-        cell = gpu_roofline.predict(card, gpu_roofline.Shape(shaped=shaped), 1, 102400, loop)
+        cell = roofline.predict(card, roofline.Shape(shaped=shaped), 1, 102400, loop)
         assert 0 < cell["over_format_minimum"] < 0.05
 
 
 def test_architectures_and_launch_table():
-    from oscar_kernel.triton_tuning import TABLE, architecture, assuming, choose
+    from oscar_kernel.triton.tuning import TABLE, architecture, assuming, choose
 
     assert all(entry.source for entry in TABLE.values()) and choose("sm_90", 128, 4, 1).source == "estimated"
     assert choose("sm_90", 256, 2, 1) == TABLE[("any", 256, 0, "any")]

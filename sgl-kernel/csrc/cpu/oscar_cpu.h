@@ -39,7 +39,7 @@ typedef struct {
   const double* mean;       // [num_kv_heads, head_dim] or null
   const float* clip_ratio;  // [num_kv_heads] in (0, 1]
   const float* levels;      // [num_kv_heads, 4] in units of step, or null for the uniform grid
-  const float* shaping;     // [num_kv_heads, head_dim, head_dim] strictly upper triangular, or null; see oscar/codec.py
+  const float* shaping;     // [num_kv_heads, head_dim, head_dim] strictly upper triangular, or null; see oscar/format/codec.py
   const float* partner;     // [num_kv_heads, head_dim, head_dim]: K side q' = q @ P, V side o = o' @ P; null: none
 } OscarSide;
 

@@ -1,4 +1,4 @@
-// Transform, clip, encode and write rows, byte for byte as `oscar/codec.py` says. Included inside an anonymous namespace by
+// Transform, clip, encode and write rows, byte for byte as `oscar/format/codec.py` says. Included inside an anonymous namespace by
 // each ISA file, which must be compiled with -ffp-contract=off: the format's operations are separate float32 operations.
 
 typedef double D __attribute__((vector_size(4 * W)));

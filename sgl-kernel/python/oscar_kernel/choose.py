@@ -7,7 +7,7 @@ import logging
 
 from torch import Tensor
 
-from oscar_kernel import cpu
+from oscar_kernel.cpu import library as cpu
 from oscar_kernel.layer import LayerCache, LayerCodec
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ def choose(op: str, impl: str, isa: str | None, cache: LayerCache, codec: LayerC
 def triton_obstacle(codec: LayerCodec, cache: LayerCache) -> str | None:
     """Why the Triton kernels cannot serve a layer, in a few words, or None. A layer is looked at once."""
     try:
-        from oscar_kernel.triton_common import interpreted, prepare
-        from oscar_kernel.triton_tuning import architecture
+        from oscar_kernel.triton.common import interpreted, prepare
+        from oscar_kernel.triton.tuning import architecture
     except ImportError as error:
         return f"Triton is not installed ({error})"
     device = cache.k_buffer.device

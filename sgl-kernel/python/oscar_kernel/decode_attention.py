@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from oscar_kernel import cpu
 from oscar_kernel.attend import attend, merge_states
 from oscar_kernel.choose import choose
+from oscar_kernel.cpu import library as cpu
 from oscar_kernel.layer import LayerCache, LayerCodec
 from oscar_kernel.plan_read import ReadPlan
 
@@ -38,7 +38,8 @@ def decode_attention(
     """
     chosen = choose("decode_attention", impl, isa, cache, codec, q)
     if chosen == "triton":
-        from oscar_kernel import triton_decode, triton_plan
+        from oscar_kernel.triton import decode as triton_decode
+        from oscar_kernel.triton import plan as triton_plan
 
         made = triton_plan.from_read_plan(plan, cache.k_buffer.shape[1])
         return triton_decode.decode_attention(q, cache, codec, made, sm_scale, logit_cap)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from oscar_kernel import cpu
 from oscar_kernel.attend import attend, merge_states
 from oscar_kernel.choose import choose
+from oscar_kernel.cpu import library as cpu
 from oscar_kernel.decode_attention import attend_packed
 from oscar_kernel.layer import LayerCache, LayerCodec
 from oscar_kernel.plan_read import ReadPlan
@@ -47,7 +47,8 @@ def extend_attention(
     """
     chosen = choose("extend_attention", impl, isa, cache, codec, q)
     if chosen == "triton":
-        from oscar_kernel import triton_extend, triton_plan
+        from oscar_kernel.triton import extend as triton_extend
+        from oscar_kernel.triton import plan as triton_plan
 
         made = triton_plan.from_read_plan(plan, cache.k_buffer.shape[1])
         return triton_extend.extend_attention(q, k_new, v_new, qo_indptr, cache, codec, made, sm_scale, logit_cap)

@@ -17,10 +17,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from oscar_kernel import triton_decode, triton_extend, triton_plan
 from oscar_kernel.layer import LayerCache, LayerCodec
-from oscar_kernel.triton_common import prepare
-from oscar_kernel.triton_tuning import Launch, architecture
+from oscar_kernel.triton import decode as triton_decode
+from oscar_kernel.triton import extend as triton_extend
+from oscar_kernel.triton import plan as triton_plan
+from oscar_kernel.triton.common import prepare
+from oscar_kernel.triton.tuning import Launch, architecture
 
 
 class _Paged:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oscar.codec import ROW_DTYPES, LosslessFormat, RowFormat, decode, encode
-from oscar.linalg import inverses
+from oscar.format.codec import ROW_DTYPES, LosslessFormat, RowFormat, decode, encode
+from oscar.format.linalg import inverses
 
 if TYPE_CHECKING:
-    from oscar.artifact import LayerTransforms
+    from oscar.format.artifact import LayerTransforms
 
 
 @dataclass
@@ -25,11 +25,11 @@ class LayerCodec:
         q_transform: [num_kv_heads, head_dim, head_dim] float32, T^-T, so that q' . k' = q . (k - k_mean).
         v_transform: [num_kv_heads, v_head_dim, v_head_dim] float64, or None where it is folded into W_V and W_O.
         v_inverse: [num_kv_heads, v_head_dim, v_head_dim] float32, T^-1; None exactly where v_transform is.
-        k_clip, v_clip: [num_kv_heads] float32, see `oscar.codec.clip`.
+        k_clip, v_clip: [num_kv_heads] float32, see `oscar.format.codec.clip`.
         k_mean, v_mean: [num_kv_heads, head_dim] float64 or None. A constant taken from every key of a head shifts all logits
             of a query alike, and one taken from every value comes back whole since weights sum to one: both are exact.
         k_levels, v_levels: [num_kv_heads, 4] float32 or None.
-        k_shaping, v_shaping: [num_kv_heads, head_dim, head_dim] float32 or None, see `oscar.codec`.
+        k_shaping, v_shaping: [num_kv_heads, head_dim, head_dim] float32 or None, see `oscar.format.codec`.
         window_dtype: type of the rows kept beside the codes, and of what is encoded: bfloat16, or float32 if lossless.
     """
 

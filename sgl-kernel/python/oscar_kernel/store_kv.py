@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from oscar_kernel import cpu
 from oscar_kernel.choose import choose
+from oscar_kernel.cpu import library as cpu
 from oscar_kernel.layer import LayerCache, LayerCodec
 
 
@@ -37,7 +37,7 @@ def store_kv(
     """
     chosen = choose("store_kv", impl, isa, cache, codec, k, v)
     if chosen == "triton":
-        from oscar_kernel import triton_store
+        from oscar_kernel.triton import store as triton_store
 
         return triton_store.store_kv(k, v, loc, window_rows, cache, codec)
     if chosen == "cpu":

@@ -18,12 +18,12 @@ from sglang.srt.oscar.runtime import get_runtime
 from sglang.srt.oscar.windows import Windows
 from sglang.srt.runtime_context import get_parallel, get_serving
 
-from oscar.artifact import kv_heads_of_rank
+from oscar.format.artifact import kv_heads_of_rank
 from oscar_kernel import LayerCache, LayerCodec, ReadPlan, decode_attention, extend_attention, write_windows
 from oscar_kernel.choose import triton_obstacle
 
 if TYPE_CHECKING:
-    from sglang.srt.oscar.triton_path import TritonStep
+    from sglang.srt.oscar.path_gpu import TritonStep
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +97,9 @@ class OscarAttnBackend(AttentionBackend):
             reason = f"layers have different numbers of query heads: {', '.join(map(str, sorted(heads)))}"
         if reason is not None:
             raise RuntimeError(f"--kv-quant oscar: the Triton kernels cannot serve this model here: {reason}; {instead}")
-        from sglang.srt.oscar.triton_path import TritonPath
+        from sglang.srt.oscar.path_gpu import TritonPath
 
-        from oscar_kernel import triton_check
+        from oscar_kernel.triton import check as triton_check
 
         fault = triton_check.fault(codec, layer.tp_q_head_num, layer.logit_cap)
         if fault is not None:

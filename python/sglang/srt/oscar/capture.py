@@ -2,7 +2,7 @@
 
 The engine serves the sequences of FOLDER/request.safetensors, with its own cache and kernels, and a forward hook on every
 attention layer (an upstream flag, --forward-hooks) adds what it sees to sums on the device: statistics, the surrogate's, or
-errors under FOLDER/artifact.safetensors (`oscar.sglang_capture` lists the tasks). Nothing else is counted:
+errors under FOLDER/artifact.safetensors (`oscar.calibration.run_sglang` lists the tasks). Nothing else is counted:
 
     FOLDER/counting   while this file exists, prefill tokens are counted (it names their source); it does not while the engine
                       starts and warms up
@@ -24,11 +24,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-from oscar.artifact import kv_heads_of_rank, load
-from oscar.capture import LayerCapture, output_weight
-from oscar.clip_search import ClipSearch
-from oscar.heldout import LayerErrorSums
-from oscar.statistics import MomentSums, NonFiniteError, SurrogateSums, output_moment
+from oscar.calibration.clip_search import ClipSearch
+from oscar.calibration.heldout import LayerErrorSums
+from oscar.calibration.run_transformers import LayerCapture, output_weight
+from oscar.format.artifact import kv_heads_of_rank, load
+from oscar.methods.statistics import MomentSums, NonFiniteError, SurrogateSums, output_moment
 
 HOOKS = [
     {

@@ -11,7 +11,7 @@ import logging
 import torch
 from torch import Tensor
 
-from oscar.linalg import inverses
+from oscar.format.linalg import inverses
 
 logger = logging.getLogger(__name__)
 

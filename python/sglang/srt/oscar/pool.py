@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 from sglang.srt.oscar.runtime import Runtime
 from sglang.srt.oscar.windows import Windows
 
-from oscar import sizing
+from oscar.format import sizing
 from oscar_kernel import LayerCache, LayerCodec, host_memory, store_kv
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oscar import capability
+from oscar import support as capability
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def check_options(server_args: Any) -> None:
     Raises:
         OscarRefusal: the first flag that does not go with --kv-quant oscar, or needs it.
     """
-    from sglang.srt.oscar.early import FLAGS
+    from sglang.srt.oscar.entry import FLAGS
 
     if server_args.kv_quant == "none":
         for name, _, default, _, _ in FLAGS[1:]:
@@ -200,7 +200,7 @@ def _check_text(path: str) -> None:
 
 
 def check_model(server_args: Any) -> None:
-    """Refuse a machine or a model that the table in `oscar.capability` does not claim.
+    """Refuse a machine or a model that the table in `oscar.support` does not claim.
 
     Raises:
         OscarRefusal: the first feature found, or the reason why the model cannot be read.
@@ -260,7 +260,7 @@ def _on_our_platform() -> bool:
 
 
 def refused_features(model_config: Any) -> list[tuple[str, str]]:
-    """The features of a model that `oscar.capability` refuses.
+    """The features of a model that `oscar.support` refuses.
 
     Args:
         model_config: SGLang's `ModelConfig`.
@@ -345,7 +345,7 @@ def bind_cpu_threads(server_args: Any) -> None:
     What the user set is left alone. Workers inherit the variable.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.oscar import platform
+    from sglang.srt.oscar.cpu import platform
 
     cfg = resolving_view(server_args)
     if cfg.device != "cpu" or not _on_our_platform() or os.environ.get(platform.BIND):
@@ -453,13 +453,13 @@ def resolve_artifact(server_args: Any) -> tuple[Path, Any]:
     """The artifact to serve with: the one given, else beside the weights, else in the cache, else calibrated now.
 
     Returns:
-        Its path and the loaded `oscar.artifact.Artifact`, checked against the model.
+        Its path and the loaded `oscar.format.artifact.Artifact`, checked against the model.
     Raises:
         OscarRefusal: unusable, missing with --oscar-calibrate never, or calibration failed.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    from oscar import artifact
+    from oscar.format import artifact
 
     cfg = resolving_view(server_args)
     folder = local_model(cfg.model_path, cfg.revision)

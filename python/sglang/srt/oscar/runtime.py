@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.oscar.resolve import OscarSettings, settings_of
 
-from oscar import sizing
-from oscar.artifact import Artifact, LayerTransforms, load
-from oscar.codec import LosslessFormat
-from oscar.sizing import Format
+from oscar.format import sizing
+from oscar.format.artifact import Artifact, LayerTransforms, load
+from oscar.format.codec import LosslessFormat
+from oscar.format.sizing import Format
 from oscar_kernel import LayerCodec
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from oscar.sizing import SINK_SHARE
+from oscar.format.sizing import SINK_SHARE
 from oscar_kernel import ReadPlan, plan_read
 
 

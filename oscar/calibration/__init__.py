@@ -1,0 +1,1 @@
+"""From a model and text to an artifact."""

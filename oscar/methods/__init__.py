@@ -1,0 +1,1 @@
+"""Methods: from statistics to the matrices of a layer."""

@@ -1,0 +1,1 @@
+"""What a server on a CPU needs beside the cache."""

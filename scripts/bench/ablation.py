@@ -1,0 +1,228 @@
+"""What each part of a method buys, one at a time: the paper's factors, then ours.
+
+    python scripts/bench/ablation.py [--variants plain outliers] [--json F.json]
+
+Every arm is read through the serving kernels (`oscar.evaluate.reader`), on the embedded model and on variants of it that
+compute the same with harder keys and values (`stress.py`): context exact, continuation teacher-forced, small windows so that
+nearly everything is read from 2 bits. Columns: relative error of attention's output (mean over layers), mean KL to exact
+attention in nats with half of its 95 % interval, top-1 agreement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import stress
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from oscar import config
+from oscar.calibration import text
+from oscar.calibration.calibrate import CalibrationOptions, collect
+from oscar.calibration.load_model import load_model
+from oscar.commands.main import embedded_model
+from oscar.evaluate.arms import Arm, from_layers
+from oscar.evaluate.reader import Reader
+from oscar.evaluate.run import HELD_OUT
+from oscar.evaluate.text_scores import read_documents, score_text
+from oscar.format.artifact import LayerTransforms, ModelIdentity
+from oscar.format.codec import RowFormat
+from oscar.methods import transform
+from oscar.methods.statistics import LayerStatistics
+from oscar.methods.transform import Transforms, balance, eigenvectors, equaliser, rotate, shape_noise
+from oscar.progress import Steps
+
+WINDOWS = (4, 16)
+CLIP = (config.DEFAULT_K_CLIP, config.DEFAULT_V_CLIP)
+LLOYD_MAX = (-1.5, -115 / 256, 115 / 256, 1.5)
+"""The best four levels for a Gaussian, in the ratio 0.4528 : 1.510 (Max, 1960), as multiples of 1/256."""
+
+Build = Callable[[LayerStatistics], LayerTransforms]
+
+
+def layer(found: Transforms, clip: tuple[float, float] = CLIP, **more) -> LayerTransforms:
+    """Transforms with fixed clip quantiles, in the artifact's precision."""
+    heads = found.k_transform.shape[0]
+    tensors = {name: None if x is None else x.float().contiguous() for name, x in vars(found).items()}
+    return LayerTransforms(**tensors | more, k_clip=torch.full((heads,), clip[0]), v_clip=torch.full((heads,), clip[1]))
+
+
+def paper(factors: str, k_target: str, v_target: str, clip: tuple[float, float] = CLIP, share: bool = False) -> Build:
+    """U, H and P in any combination, on any target."""
+
+    def build(s: LayerStatistics) -> LayerTransforms:
+        sides = (rotate(getattr(s, target), share, factors) for target in (k_target, v_target))
+        return layer(Transforms(*sides), clip)
+
+    return build
+
+
+def shaped(change: Callable[[LayerStatistics, Transforms], Transforms | dict], clip: tuple[float, float] = CLIP) -> Build:
+    """The default method with something taken away or put in its place; a dict adds tensors to the layer."""
+
+    def build(s: LayerStatistics) -> LayerTransforms:
+        found = transform.oscar_shaped(s)
+        changed = change(s, found)
+        return layer(found, clip, **changed) if isinstance(changed, dict) else layer(changed, clip)
+
+    return build
+
+
+def rotated_keys(s: LayerStatistics, t: Transforms) -> Transforms:
+    k = rotate(s.q_moment)
+    return replace(t, k_transform=k, k_shaping=shape_noise(k, s.q_moment))
+
+
+def rotated_values(s: LayerStatistics, t: Transforms) -> Transforms:
+    v = rotate(s.v_score_moment)
+    return replace(t, v_transform=v, v_shaping=shape_noise(v, s.output_moment))
+
+
+def without_output_projection(s: LayerStatistics, t: Transforms) -> Transforms:
+    return transform.oscar_shaped(replace(s, output_moment=None))
+
+
+def half_balanced(s: LayerStatistics, t: Transforms) -> Transforms:
+    """Half-way (in the logarithm) between the balanced map and a rotation."""
+
+    def half(full: torch.Tensor) -> torch.Tensor:
+        product = full @ full.mT
+        vectors = eigenvectors(product)
+        values = torch.diagonal(vectors.mT @ product @ vectors, dim1=-2, dim2=-1)
+        d = full.shape[-1]
+        return (vectors * values.pow(0.25).unsqueeze(-2))[..., transform.scattered(d)] @ equaliser(d)
+
+    k, v = half(t.k_transform), half(t.v_transform)
+    return replace(
+        t, k_transform=k, v_transform=v, k_shaping=shape_noise(k, s.q_moment), v_shaping=shape_noise(v, s.output_moment)
+    )
+
+
+def sorted_directions(s: LayerStatistics, t: Transforms) -> Transforms:
+    """The same map, but the equaliser gets the directions in the order of their eigenvalues."""
+
+    def in_order(full: torch.Tensor) -> torch.Tensor:
+        d = full.shape[-1]
+        before = full @ equaliser(d).mT
+        return before[..., transform.scattered(d).argsort()] @ equaliser(d)
+
+    k, v = in_order(t.k_transform), in_order(t.v_transform)
+    return replace(
+        t, k_transform=k, v_transform=v, k_shaping=shape_noise(k, s.q_moment), v_shaping=shape_noise(v, s.output_moment)
+    )
+
+
+def value_mean(s: LayerStatistics, t: Transforms) -> dict:
+    v = balance(s.output_moment, s.v_moment - s.v_mean.unsqueeze(-1) * s.v_mean.unsqueeze(-2))
+    shaping = shape_noise(v, s.output_moment)
+    return {"v_transform": v.float(), "v_mean": s.v_mean.float(), "v_shaping": shaping.float()}
+
+
+def level_table(s: LayerStatistics, t: Transforms) -> dict:
+    table = torch.tensor([LLOYD_MAX] * t.k_transform.shape[0])
+    return {"k_levels": table, "v_levels": table}
+
+
+NOTHING = {"k_shaping": None, "v_shaping": None}
+TARGETS = ("q_moment", "v_score_moment")
+# name: (build, group size; None: head_dim)
+PAPER: dict[str, tuple[Build, int | None]] = {
+    "none (plain INT2)": (paper("", *TARGETS, (1.0, 1.0)), None),
+    "none, clipped": (paper("", *TARGETS), None),
+    "U": (paper("U", *TARGETS), None),
+    "U.P": (paper("UP", *TARGETS), None),
+    "H.P": (paper("HP", *TARGETS), None),
+    "U.H": (paper("UH", *TARGETS), None),
+    "U.H.P (oscar)": (paper("UHP", *TARGETS), None),
+    "U.H.P, heads share": (paper("UHP", *TARGETS, share=True), None),
+    "U.H.P, public surrogate for V": (paper("UHP", "q_moment", "v_surrogate_moment"), None),
+    "U.H.P, raw targets": (paper("UHP", "k_moment", "v_moment"), None),
+    "U, groups of half a row": (paper("U", *TARGETS), 2),
+    "U.H, groups of half a row": (paper("UH", *TARGETS), 2),
+    "U.H.P, groups of half a row": (paper("UHP", *TARGETS), 2),
+}
+OURS: dict[str, tuple[Build, int | None]] = {
+    "oscar-shaped": (shaped(lambda s, t: t), None),
+    "no shaping": (shaped(lambda s, t: replace(t, **NOTHING)), None),
+    "no shaping of K": (shaped(lambda s, t: replace(t, k_shaping=None)), None),
+    "no shaping of V": (shaped(lambda s, t: replace(t, v_shaping=None)), None),
+    "keys rotated (U.H.P), not balanced": (shaped(rotated_keys), None),
+    "values rotated (U.H.P), not balanced": (shaped(rotated_values), None),
+    "half balanced": (shaped(half_balanced), None),
+    "key mean kept": (shaped(lambda s, t: transform.oscar_shaped(replace(s, k_mean=s.k_mean * 0))), None),
+    "W_O unknown": (shaped(without_output_projection), None),
+    "directions in order": (shaped(sorted_directions), None),
+    "heads share": (lambda s: layer(transform.oscar_shaped(s, True)), None),
+    "value mean off, put back after": (shaped(value_mean), None),
+    "Gaussian level table": (shaped(level_table), None),
+    "clip 0.98 / 0.96": (shaped(lambda s, t: t, (0.98, 0.96)), None),
+    "clip 0.92 / 0.88": (shaped(lambda s, t: t, (0.92, 0.88)), None),
+    "groups of half a row (2.5 bits)": (shaped(lambda s, t: t), 2),
+}
+
+
+def make_arms(layers: dict[int, LayerStatistics], model: ModelIdentity) -> list[Arm]:
+    """All arms of both tables."""
+    arms = []
+    for name, (build, parts) in (PAPER | OURS).items():
+        formats = (RowFormat(d, d // (parts or 1)) for d in (model.head_dim, model.v_head_dim))
+        arms.append(from_layers(name, model, {i: build(s) for i, s in layers.items()}, *formats))
+    return arms
+
+
+def measure(variant: str, arguments) -> dict[str, dict]:
+    """Figures of all arms on one variant."""
+    folder = arguments.model
+    model_config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = load_model(folder, model_config, "float32", "cpu")
+    identity = ModelIdentity.from_path(folder)
+    tokens = config.DEFAULT_CALIBRATION_TOKENS if arguments.tokens is None else arguments.tokens
+    given = text.from_model(model, tokenizer, tokens, config.LONGEST_SEQUENCE, config.DEFAULT_SEED)
+    stress.apply(variant, model, given[0].tokens[:1024])
+    options = CalibrationOptions(folder, method="oscar-surrogate", tokens=tokens, dtype="float32", device="cpu")
+    arms = make_arms(collect(options, identity, model, model_config, Steps(False), given).layers, identity)
+    files = [Path(folder) / name for name in HELD_OUT]
+    documents = read_documents(files, tokenizer, arguments.context + arguments.continuation, arguments.documents)
+    scores = score_text(Reader(model), documents, arguments.context, arms, [WINDOWS], errors_on=4)
+    return {arm.name: scores[arm.name, WINDOWS].summary() for arm in arms}
+
+
+def table(name: str, arms: dict, found: dict) -> str:
+    """One table as text."""
+    lines = [f"\n{name}", f"{'arm':<38}{'attention':>11}{'KL':>10}{'+-':>9}{'top-1':>8}"]
+    for arm in arms:
+        f = found[arm]
+        error = sum(f["attn_rel_err"]) / len(f["attn_rel_err"])
+        half = (f["kl_ci"][1] - f["kl_ci"][0]) / 2
+        lines.append(f"{arm:<38}{error:>11.3f}{f['kl_mean']:>10.4f}{half:>9.4f}{f['top1_agreement']:>8.1%}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", type=Path, default=embedded_model(), help="Qwen3 folder with held-out texts (default: embedded)"
+    )
+    parser.add_argument("--variants", nargs="+", default=["plain", "outliers"], choices=list(stress.VARIANTS))
+    parser.add_argument("--tokens", type=int, help="calibration tokens (default: as `oscar calibrate`)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens before a continuation (default: %(default)s)")
+    parser.add_argument("--continuation", type=int, default=256, help="tokens decoded (default: %(default)s)")
+    parser.add_argument("--documents", type=int, default=16, help="most documents (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    arguments = parser.parse_args()
+    results = {}
+    for variant in arguments.variants:
+        results[variant] = measure(variant, arguments)
+        print(table(f"{variant}: the paper's factors", PAPER, results[variant]))
+        print(table(f"{variant}: ours, one change at a time", OURS, results[variant]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""Artifacts: what is written comes back; what was tampered with does not."""
+
+import dataclasses
+import json
+import struct
+
+import pytest
+import torch
+
+from oscar.format.artifact import (
+    Artifact,
+    ArtifactError,
+    LayerTransforms,
+    ModelIdentity,
+    cache_path,
+    find,
+    load,
+    save,
+)
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_size": 32,
+    "rope_theta": 5e4,
+}
+
+
+def make(**changes):
+    eye = torch.eye(64).expand(2, 64, 64).clone()
+    layer = {"k_transform": eye, "v_transform": eye, "k_clip": torch.full((2,), 0.96), "v_clip": torch.full((2,), 0.92)}
+    fields = {
+        "model": ModelIdentity.from_config(CONFIG),
+        "method": "identity",
+        "group_size": 64,
+        "meta_dtype": "float16",
+        "sink_tokens": 64,
+        "recent_tokens": 256,
+        "num_tokens": 100,
+        "layers": {i: LayerTransforms(**layer) for i in range(2)},
+        "provenance": {"seed": 0},
+    }
+    return Artifact(**fields | changes)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save(make(), path)
+    return path
+
+
+def test_round_trip_and_equal_bytes(saved, tmp_path):
+    artifact = load(saved, ModelIdentity.from_config(CONFIG))
+    assert artifact.k_format.row_bytes == 20 and sorted(artifact.layers) == [0, 1]
+    assert torch.equal(artifact.layers[1].k_transform, torch.eye(64).expand(2, 64, 64))
+    save(artifact, tmp_path / "b.safetensors")
+    assert saved.read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_levels_and_means_survive(tmp_path):
+    artifact = make()
+    artifact.layers[0].k_levels = torch.tensor([[-1.5, -0.5, 0.5, 1.5]] * 2)
+    artifact.layers[1].v_mean = torch.ones(2, 64)
+    save(artifact, tmp_path / "a.safetensors")
+    again = load(tmp_path / "a.safetensors")
+    assert torch.equal(again.layers[0].k_levels, artifact.layers[0].k_levels) and again.layers[1].v_mean.sum() == 128
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+def test_a_flipped_byte_is_found(saved, where):
+    data = bytearray(saved.read_bytes())
+    (header_size,) = struct.unpack("<Q", data[:8])
+    body = 8 + header_size
+    data[{"first": body, "middle": (body + len(data)) // 2, "last": len(data) - 1}[where]] ^= 0x10
+    saved.write_bytes(data)
+    with pytest.raises(ArtifactError, match="tensor_digest|finite"):
+        load(saved)
+
+
+def test_any_flipped_bit_of_the_header_is_found(saved):
+    """Every eighth bit, another one in each byte: lengths, names, offsets, spelling, digests and the padding."""
+    data = saved.read_bytes()
+    (header_size,) = struct.unpack("<Q", data[:8])
+    for i in range(8 + header_size):
+        flipped = bytearray(data)
+        flipped[i] ^= 1 << i % 8
+        saved.write_bytes(flipped)
+        with pytest.raises(ArtifactError):
+            load(saved)
+
+
+@pytest.mark.parametrize("layer, part", [(0, "k_transform"), (1, "v_clip")])
+def test_the_changed_tensor_is_named(tmp_path, layer, part):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = tmp_path / "a.safetensors"
+    save(make(), path)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+    tensors[f"layers.{layer}.{part}"].view(-1)[0] += 0.01
+    save_file(tensors, path, metadata)
+    with pytest.raises(ArtifactError, match=f"layers.{layer}.{part} was changed after it was written"):
+        load(path)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8, 16])
+def test_slices_of_ranks_rebuild_the_artifact(tp_size):
+    """8 KV heads: slices side by side are the whole; with more ranks than heads, copies have the same bytes."""
+    generator = torch.Generator().manual_seed(0)
+    config = CONFIG | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8}
+    parts = ("k_transform", "v_transform", "k_clip", "v_clip", "k_mean", "v_levels")
+    shapes = ((8, 8, 8), (8, 8, 8), (8,), (8,), (8, 8), (8, 4))
+    layers = {
+        i: LayerTransforms(**{n: torch.rand(s, generator=generator) for n, s in zip(parts, shapes, strict=True)})
+        for i in range(2)
+    }
+    artifact = make(model=ModelIdentity.from_config(config), layers=layers)
+    ranks = [artifact.of_rank(rank, tp_size) for rank in range(tp_size)]
+    copies = max(1, tp_size // 8)
+    for i, layer in layers.items():
+        for name in parts:
+            whole = getattr(layer, name)
+            pieces = [getattr(rank[i], name) for rank in ranks]
+            assert torch.equal(torch.cat(pieces[::copies]), whole)
+            for first in range(0, tp_size, copies):
+                assert all(torch.equal(pieces[first], p) for p in pieces[first : first + copies])
+        assert ranks[0][i].v_mean is None
+
+
+def test_ranks_that_do_not_fit():
+    artifact = make()  # 2 KV heads
+    with pytest.raises(ValueError, match="--tp 3 must divide the model's 2 KV heads or be a multiple of them"):
+        artifact.of_rank(0, 3)
+    with pytest.raises(ValueError, match="expected a rank from 0 to 1, got 2"):
+        artifact.of_rank(2, 2)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, -1])
+def test_truncation_is_found(saved, keep):
+    data = saved.read_bytes()
+    saved.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    with pytest.raises(ArtifactError, match="not a whole safetensors file"):
+        load(saved)
+
+
+@pytest.mark.parametrize(
+    "field, old, new",
+    [
+        ("method", '"method":"identity"', '"method":"hadamard"'),
+        ("provenance", '"seed":0', '"seed":1'),
+        ("group_size", '"group_size":64', '"group_size":32'),
+        ("meta_dtype", '"meta_dtype":"float16"', '"meta_dtype":"bfloat16"'),
+        ("sink_tokens", '"sink_tokens":64', '"sink_tokens":65'),
+        ("recent_tokens", '"recent_tokens":256', '"recent_tokens":255'),
+        ("num_tokens", '"num_tokens":100', '"num_tokens":101'),
+        ("model.architecture", '"architecture":"Qwen3', '"architecture":"Qwen2'),
+        ("model.num_layers", '"num_layers":2', '"num_layers":3'),
+        ("model.num_qo_heads", '"num_qo_heads":4', '"num_qo_heads":8'),
+        ("model.num_kv_heads", '"num_kv_heads":2', '"num_kv_heads":1'),
+        ("model.head_dim", '"head_dim":64,"num', '"head_dim":60,"num'),
+        ("model.v_head_dim", '"v_head_dim":64', '"v_head_dim":60'),
+        ("model.config_hash", '"config_hash":"', '"config_hash":"0'),
+        ("model.weight_digest", '"weight_digest":null', '"weight_digest":"0"'),
+        ("model.rope", '"rope_theta":50000.0', '"rope_theta":60000.0'),
+    ],
+)
+def test_an_edited_field_is_named(saved, field, old, new):
+    data = saved.read_bytes()
+    # The header is a JSON string inside safetensors' own JSON.
+    old, new = (fragment.replace('"', '\\"').encode() for fragment in (old, new))
+    assert data.count(old) == 1
+    (size,) = struct.unpack("<Q", data[:8])
+    header, body = data[8 : 8 + size].rstrip(b" ").replace(old, new), data[8 + size :]
+    header += b" " * (-len(header) % 8)
+    saved.write_bytes(struct.pack("<Q", len(header)) + header + body)
+    with pytest.raises(ArtifactError, match=rf"{field} was changed after it was written \(header_digest"):
+        load(saved)
+
+
+def test_unknown_version_and_foreign_files(saved, tmp_path):
+    data = saved.read_bytes()
+    saved.write_bytes(data.replace(b'format_version\\":1', b'format_version\\":9'))
+    with pytest.raises(ArtifactError, match="format version 9, this build reads 1; run `oscar calibrate` again"):
+        load(saved)
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.ones(1)}, tmp_path / "weights.safetensors")
+    with pytest.raises(ArtifactError, match="no readable OSCAR header"):
+        load(tmp_path / "weights.safetensors")
+    with pytest.raises(ArtifactError, match="expected an artifact file, found none"):
+        load(tmp_path / "nowhere.safetensors")
+
+
+def test_missing_parts(tmp_path):
+    artifact = make()
+    del artifact.layers[1]
+    save(artifact, tmp_path / "a.safetensors")
+    words = "expected transforms of all 2 layers, found none of layer 1; give --oscar-allow-native-layers"
+    with pytest.raises(ArtifactError, match=words):
+        load(tmp_path / "a.safetensors")
+    loaded = load(tmp_path / "a.safetensors", native_layers=True)
+    assert loaded.native_layers == [1] and sorted(loaded.layers) == [0]
+    with pytest.raises(ArtifactError, match="expected transforms of at least one layer, found none"):
+        save(make(layers={}), tmp_path / "none.safetensors")
+    save(make(layers=make().layers | {2: make().layers[0]}), tmp_path / "more.safetensors")
+    with pytest.raises(ArtifactError, match="expected layers 0 to 1, got layer 2"):
+        load(tmp_path / "more.safetensors", native_layers=True)
+    k_only = make()
+    for layer in k_only.layers.values():
+        layer.v_transform = layer.v_clip = None
+    save(k_only, tmp_path / "k.safetensors")
+    for allowed in (False, True):  # half a layer is never meant
+        with pytest.raises(ArtifactError, match="layers.0.v_transform is missing"):
+            load(tmp_path / "k.safetensors", native_layers=allowed)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"num_hidden_layers": 3}, "num_layers is 2 in the artifact and 3 in the model"),
+        ({"head_dim": 128}, "head_dim is 64"),
+        ({"rope_theta": 1e6}, "rope is"),
+        ({"rms_norm_eps": 1e-5}, "config_hash is"),
+    ],
+)
+def test_another_model_is_refused(saved, change, words):
+    with pytest.raises(ArtifactError, match=words):
+        load(saved, ModelIdentity.from_config(CONFIG | change))
+
+
+def test_weights_are_part_of_the_identity(tmp_path):
+    from safetensors.torch import save_file
+
+    identities = []
+    for value in (1.0, 1.5):
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        save_file({"w": torch.full((50000,), value)}, folder / "model.safetensors")
+        identities.append(ModelIdentity.from_path(folder))
+    assert identities[0].weight_digest != identities[1].weight_digest
+    assert identities[0].fingerprint != identities[1].fingerprint
+    path = tmp_path / "a.safetensors"
+    save(make(model=identities[0]), path)
+    with pytest.raises(ArtifactError, match="weight_digest"):
+        load(path, identities[1])
+    assert load(path, dataclasses.replace(identities[0], weight_digest=None))
+
+
+@pytest.mark.parametrize(
+    "field, value, words",
+    [
+        ("k_clip", torch.tensor([0.0, 1.0]), "clip ratios in"),
+        ("v_transform", torch.eye(64), "expected shape"),
+        ("k_transform", torch.full((2, 64, 64), float("nan")), "finite"),
+        ("k_levels", torch.tensor([[-1.5, 0.5, -0.5, 1.5]] * 2), "ascending"),
+        ("k_levels", torch.tensor([[-1.5, -0.4521, 0.5, 1.5]] * 2), "1/256"),
+        ("k_shaping", torch.ones(2, 64, 64), "below the diagonal"),
+    ],
+)
+def test_an_artifact_that_does_not_hold_together_is_not_written(tmp_path, field, value, words):
+    artifact = make()
+    setattr(artifact.layers[1], field, value)
+    with pytest.raises(ArtifactError, match=words):
+        save(artifact, tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match="cannot write the artifact"):
+        save(make(), tmp_path / "file" / "a.safetensors")
+
+
+def test_no_space_leaves_nothing(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("oscar.format.artifact.os.fsync", full)
+    with pytest.raises(ArtifactError, match="No space left on device.*MiB are needed"):
+        save(make(), tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_find_prefers_the_one_beside_the_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    identity = ModelIdentity.from_config(CONFIG)
+    assert find(tmp_path, identity) is None
+    save(make(), cache_path(identity))
+    assert find(tmp_path, identity) == cache_path(identity)
+    save(make(), tmp_path / "oscar.safetensors")
+    assert find(tmp_path, identity) == tmp_path / "oscar.safetensors"
+
+
+@pytest.mark.parametrize("config", ["{", "{}", '{"num_attention_heads": 0, "hidden_size": 4, "num_hidden_layers": 1}'])
+def test_models_without_geometry(tmp_path, config):
+    with pytest.raises(ArtifactError, match="expected a model folder"):
+        ModelIdentity.from_path(tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ArtifactError, match="attention geometry"):
+        ModelIdentity.from_path(tmp_path)

@@ -1,0 +1,132 @@
+"""Statistics and errors taken inside SGLang equal those taken through Transformers, on one rank and on two."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from oscar.calibration.clip_search import ClipSearch
+from oscar.calibration.heldout import LayerErrorSums, total
+from oscar.calibration.run_sglang import Engine, capture, measure, search_clip, surrogate
+from oscar.calibration.run_transformers import capturing
+from oscar.calibration.text import Sequence
+from oscar.format.artifact import Artifact, LayerTransforms, ModelIdentity
+from oscar.methods.statistics import MomentSums, SurrogateSums, output_moment
+
+LENGTHS = (300, 1, 77)  # the first in three chunks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """(model in memory, its folder, its identity): a random Qwen3 of two layers."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    made = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    folder = tmp_path_factory.mktemp("model")
+    made.save_pretrained(folder)
+    return made, folder, ModelIdentity.from_path(folder)
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    generator = torch.Generator().manual_seed(1)
+    names = ("a.txt", "b.c.txt", "a.txt")
+    return [
+        Sequence(torch.randint(0, 256, (n,), generator=generator), name, False) for n, name in zip(LENGTHS, names, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_statistics_equal_the_other_capture(tp_size, model, sequences):
+    made, folder, identity = model
+    found = capture(identity, Engine(folder, tp_size, "float32", {"chunked_prefill_size": 128}), sequences)
+    expected = {i: MomentSums(i) for i in range(2)}
+    with capturing(made, lambda c: expected[c.layer_id].add(*c.tokens())) as run:
+        for s in sequences:
+            run(s.tokens.unsqueeze(0))
+    for i in range(2):
+        weight = made.model.layers[i].self_attn.o_proj.weight
+        expected[i].output_moment = output_moment(weight, 2, 64)
+        a, b = found[i].finish(), expected[i].finish()
+        assert a.num_tokens == b.num_tokens == sum(LENGTHS)  # no warm-up, no decoded token
+        torch.testing.assert_close(a.output_moment, b.output_moment, atol=1e-12, rtol=1e-12)
+        for name in ("q_moment", "k_moment", "k_mean", "v_moment", "v_mean", "v_score_moment"):
+            x, y = getattr(a, name), getattr(b, name)
+            assert (x - y).norm() < 1e-5 * y.norm(), (i, name)
+
+
+@pytest.fixture(scope="module")
+def artifact(model):
+    """Random rotations."""
+    generator = torch.Generator().manual_seed(2)
+    layers = {
+        i: LayerTransforms(
+            *(torch.linalg.qr(torch.randn(2, 64, 64, generator=generator)).Q for _ in "kv"),
+            torch.tensor([0.96, 0.9]),
+            torch.tensor([0.92, 0.94]),
+        )
+        for i in range(2)
+    }
+    return Artifact(model[2], "test", 64, "float16", 4, 16, 1, layers)
+
+
+def test_surrogate_equals_the_other_capture(model, sequences):
+    made, folder, identity = model
+    q = torch.randn(2, 2, 64, 64, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    q_moments = dict(enumerate(q @ q.mT))
+    found = surrogate(identity, Engine(folder, 2, "float32", {"chunked_prefill_size": 128}), sequences, q_moments)
+    expected = {i: SurrogateSums(i, moment) for i, moment in q_moments.items()}
+    with capturing(made, lambda c: expected[c.layer_id].add(*c.tokens()[1:3])) as run:
+        for s in sequences:
+            run(s.tokens.unsqueeze(0))
+    for i in range(2):
+        assert (found[i] - expected[i].finish()).norm() < 1e-5 * found[i].norm()
+
+
+def test_clip_search_equals_the_other_capture(model, sequences, artifact):
+    """One layer is left out: it is neither searched nor missed."""
+    made, folder, _ = model
+    part = replace(artifact, layers={1: artifact.layers[1]})
+    found = search_clip(part, Engine(folder, 2, "float32"), sequences)
+    expected = ClipSearch(part.layers[1], part.k_format, part.v_format, 4, 16)
+    with capturing(made, lambda c: expected.add(c) if c.layer_id == 1 else None) as run:
+        for s in sequences:
+            run(s.tokens.unsqueeze(0))
+    best = expected.best()
+    assert list(found) == [1]
+    assert torch.equal(found[1].k_clip, best.k_clip) and torch.equal(found[1].v_clip, best.v_clip)
+
+
+def test_errors_equal_the_other_capture(model, sequences, artifact):
+    made, folder, _ = model
+    layers = artifact.layers
+    found = measure(artifact, Engine(folder, 2, "float32"), sequences)
+    assert list(found) == ["a.txt", "b.c.txt"]
+    for source, by_layer in found.items():
+        expected = {i: LayerErrorSums(t, artifact.k_format, artifact.v_format, 4, 16) for i, t in layers.items()}
+        with capturing(made, lambda c, sums=expected: sums[c.layer_id].add(c)) as run:
+            for s in sequences:
+                if s.source == source:
+                    run(s.tokens.unsqueeze(0))
+        for i in range(2):
+            # A float32 difference between the captures can tip a code to its neighbour, hence not tighter.
+            assert asdict(total([by_layer[i]])) == pytest.approx(asdict(total([expected[i]])), rel=1e-3, abs=1e-6)

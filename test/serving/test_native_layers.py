@@ -1,0 +1,109 @@
+"""Layers that an artifact leaves out: sized, stored and read in 16 bits, exactly, beside layers in 2 bits."""
+
+import pytest
+import torch
+from sglang.srt.oscar.pool import pool_class
+from sglang.srt.oscar.resolve import OscarSettings
+from sglang.srt.oscar.runtime import Runtime
+
+from oscar.calibration.calibrate import CalibrationOptions, calibrate
+from oscar.commands.main import embedded_model
+from oscar.evaluate.local_server import LocalServer
+from oscar.format.artifact import Artifact, ArtifactError, LayerTransforms, ModelIdentity, load, save
+from oscar_kernel import decode_attention, extend_attention
+
+CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 64}
+NATIVE, CODED = 0, 1
+SINK, RECENT, TOKENS = 4, 8, 50
+
+
+@pytest.fixture
+def runtime():
+    """Of an artifact with random rotations for layer 1 and none for layer 0."""
+    basis = torch.linalg.qr(torch.randn(2, 2, 64, 64, generator=torch.Generator().manual_seed(0))).Q
+    layer = LayerTransforms(*basis, torch.full((2,), 0.96), torch.full((2,), 0.92))
+    artifact = Artifact(ModelIdentity.from_config(CONFIG), "test", 64, "float16", SINK, RECENT, 1, {CODED: layer})
+    return Runtime(OscarSettings("a", SINK, RECENT, "int2", False, True), artifact)
+
+
+@pytest.fixture
+def pool(runtime):
+    made = pool_class(runtime)(100, 1, torch.bfloat16, 2, 64, 2, "cpu", False)
+    made.attach_windows(3)
+    for i in (NATIVE, CODED):
+        made.codecs[i] = runtime.layer_codec(i, slice(0, 2), "cpu", fold_v=False)
+    return made
+
+
+def test_bytes_are_those_of_the_tensors(runtime, pool):
+    assert pool.k_buffer[NATIVE].shape == (101, 2, 128) and pool.k_buffer[CODED].shape == (101, 2, 20)
+    assert pool.pool_bytes() == 101 * runtime.bytes_per_token(2, 2) == 101 * (2 * (20 + 20) + 2 * (128 + 128) + 4)
+    assert runtime.bits_per_element() == (2.5 + 16) / 2
+    assert pool.get_kv_size_bytes() == (101 * 2 * 148, 101 * 2 * 148)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_a_native_layer_reads_what_was_written(impl, pool):
+    """Decode and extend equal attention over the bfloat16 keys and values; a 2-bit layer is far from it."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(TOKENS, heads, 64, generator=generator) for heads in (4, 2, 2))
+    k, v = k.bfloat16(), v.bfloat16()
+    slots = (torch.randperm(99, generator=generator)[:TOKENS] + 1).long()
+    request, position = torch.ones(TOKENS, dtype=torch.int64), torch.arange(TOKENS)
+    rows = pool.windows.assign(request, position, torch.full_like(position, TOKENS), slots, SINK)
+    req_to_token = torch.zeros(3, TOKENS, dtype=torch.int32)
+    req_to_token[1] = slots.int()
+    for layer_id in (NATIVE, CODED):
+        pool.write(layer_id, k, v, slots, rows)
+
+    def plan(length):
+        return pool.windows.plan(req_to_token, torch.tensor([1]), [length])
+
+    grouped = [x.float().repeat_interleave(2, 1).transpose(0, 1) for x in (k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), *grouped, is_causal=True).transpose(0, 1)
+    errors = {}
+    for layer_id in (NATIVE, CODED):
+        cache, codec = pool.layer_cache(layer_id), pool.codecs[layer_id]
+        decoded = decode_attention(q[-1:], cache, codec, plan(TOKENS), 0.125, impl=impl)
+        new = codec.transform_k(k[30:]), codec.transform_v(v[30:])
+        extended = extend_attention(q[30:], *new, [0, 20], cache, codec, plan(30), 0.125, impl=impl)
+        errors[layer_id] = [float((x - y).abs().max()) for x, y in ((decoded, expected[-1:]), (extended, expected[30:]))]
+    assert max(errors[NATIVE]) < 1e-5 < 1e-2 < min(errors[CODED]), errors
+
+
+def test_the_library_takes_native_rows(pool):
+    """No fall back to the reference on a machine that has the library."""
+    from oscar_kernel.cpu import library as cpu
+
+    if cpu.library() is None:
+        pytest.skip("the C++ library is not built here")
+    assert cpu.obstacle(pool.codecs[NATIVE], pool.layer_cache(NATIVE)) is None
+
+
+def test_lossless_knows_no_native_layers(runtime):
+    settings = OscarSettings("a", SINK, RECENT, "lossless", False, True)
+    exact = Runtime(settings, runtime.artifact)
+    assert exact.native_layers == [] and exact.bytes_per_token(2, 2) == 2 * 2 * 2 * 256 + 4
+    assert exact.layer_codec(NATIVE, slice(0, 2), "cpu", False).window_dtype == torch.float32
+
+
+def test_served(tmp_path):
+    """A server with two of four layers in 16 bits: its capacity counts them, and it answers."""
+    model, path = str(embedded_model()), tmp_path / "oscar.safetensors"
+    made = calibrate(CalibrationOptions(model, tokens=2048, max_length=512, skip_layers=(0, 2), progress=False))
+    save(made, path)
+    with pytest.raises(ArtifactError, match="found none of layer 0, 2"):
+        load(path)
+    flags = ("--kv-quant", "oscar", "--oscar-artifact", path, "--oscar-sink-tokens", 8, "--oscar-recent-tokens", 16)
+    flags += ("--oscar-allow-native-layers", "--oscar-debug-checks", "--max-total-tokens", 4096)
+    with LocalServer(model, *flags, env={"OMP_NUM_THREADS": "1"}) as server:
+        state = server.info()["internal_states"][0]["oscar"]
+        assert state["native_layers"] == [0, 2] and state["bytes_per_token"] == 2 * 2 * 72 + 2 * 2 * 512 + 4
+        assert state["pool_bytes"] == (state["tokens"] + 1) * state["bytes_per_token"]
+        ids = list(range(10, 300))
+        answers = [server.post("/generate", input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 20})]
+        answers.append(server.post("/generate", input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 20}))
+        assert all(a["meta_info"]["completion_tokens"] > 0 for a in answers)
+        assert answers[1]["meta_info"]["cached_tokens"] > 0
+        log = server.log.read_text()
+    assert "layers 0, 2 in 16 bits" in log and "slower PyTorch reference" not in log

@@ -1,0 +1,473 @@
+"""Flags, refusals and resolution: what happens between the command line and the first worker."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sglang  # noqa: F401  runs the platform plugin before ServerArgs exists
+import torch
+import transformers
+from sglang.srt.oscar import entry as early
+from sglang.srt.oscar import resolve
+from sglang.srt.oscar.cpu import platform
+from sglang.srt.oscar.cpu import start as cpu_start
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+from oscar import support as capability
+from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
+from oscar.format import artifact
+
+GEOMETRY = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4}
+
+
+def config_folder(folder, config, architecture):
+    """A model folder with a config and no weights: enough for argument resolution."""
+    config.architectures = [architecture]
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def qwen3_config(**changes):
+    return transformers.Qwen3Config(**{**GEOMETRY, "head_dim": 128, "max_position_embeddings": 2048, **changes})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return config_folder(tmp_path_factory.mktemp("model"), qwen3_config(), "Qwen3ForCausalLM")
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch, tmp_path):
+    """Resolution sets variables and reads the cache folder of the user."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(artifact, "cache_path", lambda identity: tmp_path / f"{identity.fingerprint}.safetensors")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+@pytest.fixture
+def found_artifact(monkeypatch, tmp_path):
+    """Stands for an artifact that lies in the cache; what is in the file is test_artifact.py's subject."""
+
+    class Found:
+        sink_tokens, recent_tokens, method, group_size = DEFAULT_SINK_TOKENS, DEFAULT_RECENT_TOKENS, "oscar", 128
+
+    path = tmp_path / "found.safetensors"
+    path.write_bytes(b"x")
+    monkeypatch.setattr(artifact, "find", lambda folder, identity: path)
+    monkeypatch.setattr(artifact, "load", lambda path, model=None, native_layers=False: Found)
+    return path
+
+
+def resolved(*argv):
+    server_args = prepare_server_args(list(argv))
+    server_args.resolve_once()
+    return server_args
+
+
+def refusal(*argv):
+    with pytest.raises(resolve.OscarRefusal) as caught:
+        resolved(*argv)
+    sentence = str(caught.value)
+    assert sentence.startswith("oscar: ") and "\n" not in sentence
+    return sentence
+
+
+# The table
+
+
+def test_every_refused_model_feature_has_a_detector():
+    source = resolve.refused_features.__code__.co_consts
+    for feature in capability.MODEL_FEATURES:
+        assert feature.supported == (feature.key not in source), feature.key
+
+
+def test_every_option_is_a_field_whose_default_works():
+    fields = ServerArgs(model_path="m")
+    for option in capability.SERVER_OPTIONS:
+        value = getattr(fields, option.field)
+        assert not option.allowed or value in option.allowed, option
+
+
+def test_every_row_of_the_table_is_in_the_page_and_says_why():
+    page = capability.markdown()
+    for row in (*capability.MODEL_FEATURES, *capability.HARDWARE):
+        assert row.title in page
+        assert row.supported or row.reason
+    for option in capability.SERVER_OPTIONS:
+        assert f"`{option.flag}`" in page
+        assert not option.allowed or option.reason
+
+
+@pytest.mark.parametrize("kind", [row.key for row in capability.HARDWARE] + ["abacus"])
+def test_hardware_gate_answers_for_every_kind(kind):
+    sentence = capability.hardware_refusal(kind)
+    assert sentence is None if kind in ("cpu", "cuda") else "--device cpu" in sentence
+
+
+# Options that do not go with it
+
+REFUSED_VALUES = {
+    "kv_cache_dtype": "fp8_e4m3",
+    "attention_backend": "triton",
+    "prefill_attention_backend": "flashinfer",
+    "decode_attention_backend": "torch_native",
+    "speculative_algorithm": "NGRAM",
+    "disaggregation_mode": "prefill",
+    "hicache_storage_backend": "file",
+    "lora_paths": ["name=path"],
+    "dllm_algorithm": "LowConfidence",
+    "kv_canary": "log",
+    "model_impl": "transformers",
+}
+RESTRICTED = [option for option in capability.SERVER_OPTIONS if option.allowed]
+
+
+@pytest.mark.parametrize("option", RESTRICTED, ids=lambda option: option.flag)
+def test_option_is_refused(option, model):
+    default = getattr(ServerArgs(model_path="m"), option.field)
+    other = REFUSED_VALUES.get(option.field, 2 if isinstance(default, int) and not isinstance(default, bool) else True)
+    with pytest.raises(resolve.OscarRefusal) as caught:
+        ServerArgs(model_path=model, kv_quant="oscar", **{option.field: other}).resolve_once()
+    sentence = str(caught.value)
+    # Both causes and a way out.
+    assert "--kv-quant oscar" in sentence and option.flag in sentence and option.reason in sentence
+    assert "--kv-quant none" in sentence
+
+
+def test_every_other_attention_backend_is_refused(model):
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+
+    for name in ATTENTION_BACKEND_CHOICES:
+        if name != "oscar":
+            assert name in refusal("--model-path", model, "--kv-quant", "oscar", "--attention-backend", name)
+
+
+def test_hnd_layout_is_refused(model, monkeypatch):
+    monkeypatch.setitem(os.environ, "SGLANG_USE_HND_KVCACHE", "1")
+    assert "SGLANG_USE_HND_KVCACHE" in refusal("--model-path", model, "--kv-quant", "oscar")
+
+
+def test_flag_without_kv_quant_is_refused(model):
+    for name, _, _, choices, _ in early.FLAGS[1:]:
+        flag = "--" + name.replace("_", "-")
+        value = [] if name in ("oscar_debug_checks", "oscar_allow_native_layers") else [choices[0] if choices else "3"]
+        sentence = refusal("--model-path", model, flag, *value)
+        assert flag in sentence and "--kv-quant oscar" in sentence
+
+
+@pytest.mark.parametrize("flag", ["--oscar-sink-tokens", "--oscar-recent-tokens"])
+@pytest.mark.parametrize(("value", "told"), [("-1", "0 or more"), ("2049", "2048")])
+def test_window_out_of_range(model, flag, value, told):
+    sentence = refusal("--model-path", model, "--kv-quant", "oscar", flag, value)
+    assert flag in sentence and value in sentence and told in sentence
+
+
+def test_bad_choice_exits_with_argparse_sentence(model, capsys):
+    with pytest.raises(SystemExit) as caught:
+        prepare_server_args(["--model-path", model, "--kv-quant", "int3"])
+    assert caught.value.code == 2
+    assert "'none', 'oscar'" in capsys.readouterr().err.replace("none, oscar", "'none', 'oscar'")
+    with pytest.raises(resolve.OscarRefusal, match="--kv-quant must be one of none, oscar, got 'int3'"):
+        ServerArgs(model_path=model, kv_quant="int3").resolve_once()
+
+
+def test_ranks_that_cannot_share_the_heads(model):
+    assert "2 KV heads" in refusal("--model-path", model, "--kv-quant", "oscar", "--tp-size", "3")
+
+
+# Files
+
+
+def test_missing_model(tmp_path):
+    for path in (str(tmp_path / "gone"), "gone", "./a/b"):
+        assert path in refusal("--model-path", path, "--kv-quant", "oscar")
+
+
+def test_folder_without_config(tmp_path):
+    assert "has no config.json" in refusal("--model-path", str(tmp_path), "--kv-quant", "oscar")
+    (tmp_path / "config.json").write_text("{")
+    assert "is not JSON" in refusal("--model-path", str(tmp_path), "--kv-quant", "oscar")
+    (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
+    assert "cannot read the model" in refusal("--model-path", str(tmp_path), "--kv-quant", "oscar")
+
+
+def test_artifact_that_is_not_there_or_no_artifact(model, tmp_path):
+    start = ("--model-path", model, "--kv-quant", "oscar", "--oscar-artifact")
+    assert "does not exist" in refusal(*start, str(tmp_path / "gone"))
+    assert "is a folder" in refusal(*start, str(tmp_path))
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"not an artifact")
+    assert "broken.safetensors" in refusal(*start, str(broken))
+
+
+def test_missing_layers_need_the_flag(model, tmp_path):
+    one = torch.ones(2)
+    eye = torch.eye(128).expand(2, 128, 128)
+    identity = artifact.ModelIdentity.from_path(model)
+    layers = {1: artifact.LayerTransforms(eye, eye, one, one)}
+    path = tmp_path / "part.safetensors"
+    artifact.save(artifact.Artifact(identity, "identity", 128, "float16", 4, 16, 0, layers), path)
+    start = ("--model-path", model, "--kv-quant", "oscar", "--oscar-artifact", str(path))
+    sentence = refusal(*start)
+    assert "found none of layer 0; give --oscar-allow-native-layers" in sentence and str(path) in sentence
+    assert resolve.settings_of(resolved(*start, "--oscar-allow-native-layers")).allow_native_layers
+
+
+@pytest.mark.parametrize(("content", "told"), [(b"", "empty"), (b" \n", "empty"), (b"\x00\x01\xff\xfe" * 99, "not UTF-8")])
+def test_calibration_text_that_is_not_text(model, tmp_path, content, told):
+    file = tmp_path / "text.txt"
+    file.write_bytes(content)
+    sentence = refusal("--model-path", model, "--kv-quant", "oscar", "--oscar-calibrate-text", str(file))
+    assert told in sentence and str(file) in sentence
+
+
+def test_calibration_text_cut_inside_a_character_is_text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("a" + "é" * 70000, encoding="utf-8")
+    resolve._check_text(str(file))
+
+
+def test_calibrate_never_prints_the_command(model):
+    sentence = refusal("--model-path", model, "--kv-quant", "oscar", "--oscar-calibrate", "never")
+    assert f"{sys.executable} -m oscar calibrate --model {model} --output" in sentence
+
+
+def test_plugin_that_did_not_load_ends_the_start(model, monkeypatch, found_artifact):
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    resolved("--model-path", model, "--kv-quant", "oscar")
+    monkeypatch.delitem(ATTENTION_BACKENDS, "oscar")
+    assert "plugin of oscar-kv did not load" in refusal("--model-path", model, "--kv-quant", "oscar")
+
+
+def test_failed_calibration_ends_the_start(model, monkeypatch, capfd):
+    monkeypatch.setattr(resolve, "calibrate_command", lambda *_: [sys.executable, "-c", "print('why'); raise SystemExit(3)"])
+    sentence = refusal("--model-path", model, "--kv-quant", "oscar")
+    assert "exit code 3" in sentence and "--oscar-artifact" in sentence
+    assert "why" in capfd.readouterr().err
+
+
+def test_calibration_that_works_is_used(model, monkeypatch, found_artifact, tmp_path):
+    output = tmp_path / "made.safetensors"
+    monkeypatch.setattr(artifact, "find", lambda *_: None)
+    monkeypatch.setattr(artifact, "cache_path", lambda _: output)
+    script = "import sys; open(sys.argv[1], 'w').write('x')"
+    monkeypatch.setattr(resolve, "calibrate_command", lambda *_: [sys.executable, "-c", script, str(output)])
+    assert resolve.settings_of(resolved("--model-path", model, "--kv-quant", "oscar")).artifact_path == str(output)
+
+
+def test_no_room_for_the_cache_file(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(resolve.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
+    sentence = refusal("--model-path", model, "--kv-quant", "oscar")
+    assert "1 MiB are free" in sentence and "--oscar-artifact FILE" in sentence
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setattr(artifact, "cache_path", lambda _: file / "a.safetensors")
+    assert "cache folder" in refusal("--model-path", model, "--kv-quant", "oscar")
+
+
+# Models
+
+MODELS = {
+    "mla": (
+        transformers.DeepseekV3Config,
+        {**LATENT, "q_lora_rank": None, "n_routed_experts": 4, "first_k_dense_replace": 1},
+        "DeepseekV3ForCausalLM",
+        "kv_lora_rank=32",
+    ),
+    "attention_sinks": (transformers.GptOssConfig, {"head_dim": 64, "num_local_experts": 4}, "GptOssForCausalLM", "sinks"),
+    "sliding_window": (
+        transformers.Gemma3TextConfig,
+        {"head_dim": 64, "sliding_window": 16},
+        "Gemma3ForCausalLM",
+        "sliding_attention",
+    ),
+    "mistral_window": (transformers.MistralConfig, {"sliding_window": 16}, "MistralForCausalLM", "sliding_window=16"),
+    "linear_attention": (transformers.Qwen3NextConfig, {"head_dim": 64}, "Qwen3NextForCausalLM", "linear-attention"),
+    "not_generative": (transformers.Qwen2Config, {}, "Qwen2ForRewardModel", "reward"),
+    "head_dim": (transformers.Qwen3Config, {"head_dim": 90}, "Qwen3ForCausalLM", "head_dim=90"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_feature_is_refused(name, tmp_path):
+    kind, changes, architecture, told = MODELS[name]
+    folder = config_folder(tmp_path, kind(**{**GEOMETRY, **changes}), architecture)
+    sentence = refusal("--model-path", folder, "--kv-quant", "oscar")
+    assert told in sentence and folder in sentence and "--kv-quant none" in sentence
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "told"),
+    [
+        (transformers.WhisperConfig, "WhisperForConditionalGeneration", "encoder-decoder"),
+        (transformers.Qwen2VLConfig, "Qwen2VLForConditionalGeneration", "image"),
+    ],
+)
+def test_model_with_other_inputs_is_refused(kind, architecture, told, tmp_path):
+    assert told in refusal("--model-path", config_folder(tmp_path, kind(), architecture), "--kv-quant", "oscar")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "architecture"),
+    [
+        (transformers.LlamaConfig, {}, "LlamaForCausalLM"),
+        (transformers.Qwen2Config, {"sliding_window": 4096, "use_sliding_window": False}, "Qwen2ForCausalLM"),
+        (transformers.Qwen3MoeConfig, {"head_dim": 80, "num_experts": 4}, "Qwen3MoeForCausalLM"),
+        (transformers.Glm4Config, {"head_dim": 96}, "Glm4ForCausalLM"),
+    ],
+)
+def test_model_that_is_claimed_resolves(kind, changes, architecture, tmp_path, found_artifact):
+    folder = config_folder(tmp_path, kind(**{**GEOMETRY, **changes}), architecture)
+    settings = resolve.settings_of(resolved("--model-path", folder, "--kv-quant", "oscar"))
+    assert settings.artifact_path == str(found_artifact)
+
+
+# The same settings by every way of starting
+
+
+def expected(path, **changes):
+    return resolve.OscarSettings(
+        **{
+            "artifact_path": str(path),
+            "sink_tokens": DEFAULT_SINK_TOKENS,
+            "recent_tokens": 16,
+            "codec": "int2",
+            "debug_checks": False,
+            "allow_native_layers": False,
+            **changes,
+        }
+    )
+
+
+def engine(model, _):
+    return ServerArgs(model_path=model, kv_quant="oscar", oscar_recent_tokens=16)
+
+
+def command_line(model, _):
+    return prepare_server_args(["--model-path", model, "--kv-quant", "oscar", "--oscar-recent-tokens", "16"])
+
+
+def yaml(model, folder):
+    file = folder / "server.yaml"
+    file.write_text(f"model-path: {model}\nkv-quant: oscar\noscar-recent-tokens: 16\n")
+    return prepare_server_args(["--config", str(file)])
+
+
+def bench(model, _):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return ServerArgs.from_cli_args(
+        parser.parse_args(["--model-path", model, "--kv-quant", "oscar", "--oscar-recent-tokens", "16"])
+    )
+
+
+@pytest.mark.parametrize("way", [engine, command_line, yaml, bench], ids=lambda way: way.__name__)
+def test_same_settings_by_every_way(way, model, tmp_path, found_artifact):
+    server_args = way(model, tmp_path)
+    server_args.resolve_once()
+    assert resolve.settings_of(server_args) == expected(found_artifact)
+    told = server_args.resolved_dict()
+    assert told["attention_backend"] == "oscar" and told["kv_quant"] == "oscar"
+    graphs = told["cuda_graph_config"]
+    assert {graphs["prefill"]["backend"], graphs["decode"]["backend"]} == {"disabled"}
+
+
+def test_spawned_worker_sees_the_settings(model, found_artifact):
+    server_args = resolved("--model-path", model, "--kv-quant", "oscar", "--oscar-codec", "lossless", "--oscar-debug-checks")
+    script = (
+        "import pickle, sys, sglang; from sglang.srt.oscar import resolve; "
+        "print(repr(resolve.settings_of(pickle.loads(sys.stdin.buffer.read()))))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(server_args), capture_output=True, check=True)
+    wanted = expected(found_artifact, codec="lossless", debug_checks=True, recent_tokens=DEFAULT_RECENT_TOKENS)
+    assert run.stdout.decode().strip().splitlines()[-1] == repr(wanted)
+
+
+def test_none_is_stock(model):
+    server_args = resolved("--model-path", model)
+    assert resolve.settings_of(server_args) is None
+    assert server_args.resolved_dict()["attention_backend"] == "torch_native"
+
+
+# Command lines: what a user sees
+
+
+WAYS = {
+    "launch_server": [sys.executable, "-m", "sglang.launch_server"],
+    "serve": [str(Path(sys.executable).with_name("sglang")), "serve"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_refusal_on_the_command_line_is_one_sentence(way, model):
+    command = [*WAYS[way], "--model-path", model, "--kv-quant", "oscar", "--kv-cache-dtype", "fp8_e4m3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    line = run.stderr.strip().splitlines()[-1]
+    assert line.startswith("oscar: --kv-quant oscar does not go with --kv-cache-dtype fp8_e4m3")
+
+
+# CPU
+
+
+def test_device_argument():
+    assert early.device_argument(["x", "--device", "cuda", "--device=cpu:0"]) == "cpu"
+    assert early.device_argument(["x", "--device-id", "cpu"]) is None
+
+
+def test_cores_are_split_evenly_and_what_the_user_set_stays(model, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5, 7})
+    assert platform.cores_by_rank(2) == "0,1,2|5,7"
+    assert platform.cores_by_rank(7) == "0|1|2|5|7|0|1"
+    monkeypatch.setattr(platform, "numa_nodes", lambda: 1)
+    os.environ.pop(platform.BIND, None)
+    resolved("--model-path", model, "--tp-size", "2")
+    assert os.environ[platform.BIND] == "0,1,2|5,7"
+    assert cpu_start._split_by_us()
+    os.environ[platform.BIND] = "0|7"
+    assert not cpu_start._split_by_us()
+    resolved("--model-path", model, "--tp-size", "2")
+    assert os.environ[platform.BIND] == "0|7"
+
+
+def test_memory_default_leaves_room(tmp_path, monkeypatch):
+    from sglang.srt.utils import common
+
+    folder = config_folder(tmp_path, qwen3_config(), "Qwen3ForCausalLM")
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(3 << 30)
+    monkeypatch.setattr(platform, "numa_nodes", lambda: 1)
+    monkeypatch.setattr(common, "get_free_cpu_memory", lambda: 10 << 30)
+    server_args = ServerArgs(model_path=folder)
+    share = platform.memory_fraction(server_args)
+    # 8 GiB besides the processes; 3 of weights and 0.4 of the other 5 for the pool.
+    assert share == 5 / 8
+    assert platform.memory_fraction(ServerArgs(model_path=folder, tp_size=2)) < share
+    monkeypatch.setattr(common, "get_free_cpu_memory", lambda: 4 << 30)
+    assert platform.memory_fraction(server_args) is None
+    resolved_args = resolved("--model-path", folder, "--mem-fraction-static", "0.5", "--max-running-requests", "3")
+    told = resolved_args.resolved_dict()
+    assert told["mem_fraction_static"] == 0.5 and told["max_running_requests"] == 3
+
+
+def test_json_table_is_plain_data():
+    json.dumps([[row.key, row.supported, row.reason] for row in capability.MODEL_FEATURES])
+    assert torch.accelerator.is_available() or early._cpu_is_meant()
