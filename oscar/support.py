@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from oscar_kernel import architectures
-
 OFF = "serve with --kv-quant none"
 
 
@@ -245,6 +243,8 @@ def hardware_refusal(kind: str) -> str | None:
 
 def architecture_refusal(key: str, card: str) -> str | None:
     """The sentence for a GPU that the kernels do not know, or None. key: "sm_90"; card: the GPU's own name."""
+    from oscar_kernel import architectures  # the package imports torch
+
     clause = architectures.unknown(key, card)
     if clause is None:
         return None
@@ -257,6 +257,8 @@ def _written(value: Any) -> str:
 
 def markdown() -> str:
     """The whole table as Markdown, for docs/."""
+    from oscar_kernel import architectures  # the package imports torch
+
     lines = ["| what | with --kv-quant oscar | why, and what to do |", "|---|---|---|"]
     for row in (*MODEL_FEATURES, *HARDWARE):
         verdict = "yes" if row.supported else "refused at start"

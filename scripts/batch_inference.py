@@ -30,7 +30,7 @@ def main() -> int:
 
     import sglang
 
-    from oscar.commands.main import embedded_model
+    from oscar.embedded import embedded_model
 
     engine = sglang.Engine(
         model_path=args.model or str(embedded_model()),

@@ -23,7 +23,7 @@ from oscar.calibration import clip_search, sources, text
 from oscar.calibration import run_sglang as sglang_capture
 from oscar.calibration import saved as saved_statistics
 from oscar.calibration.heldout import LayerErrorSums, total
-from oscar.calibration.load_model import LoadError, load_model, load_tokenizer
+from oscar.calibration.load_model import load_model, load_tokenizer
 from oscar.calibration.options import (
     CalibrationError,
     CalibrationOptions,
@@ -35,25 +35,15 @@ from oscar.calibration.options import (
 )
 from oscar.calibration.run_transformers import LayerCapture, UnsupportedModelError, capturing
 from oscar.calibration.saved import Statistics, mix, token_digest
-from oscar.calibration.text import Sequence, TextError
-from oscar.format.artifact import Artifact, ArtifactError, LayerTransforms, ModelIdentity
+from oscar.calibration.text import Sequence
+from oscar.format.artifact import Artifact, LayerTransforms, ModelIdentity
 from oscar.methods import transform
-from oscar.methods.statistics import LayerStatistics, MomentSums, NonFiniteError, SurrogateSums, output_moment
+from oscar.methods.statistics import LayerStatistics, MomentSums, SurrogateSums, output_moment
 from oscar.progress import Steps
 
 TOKENS_AT_ONCE = 1024
 """Tokens whose outer products are summed together: any number gives the same sums, and their float64 copies stay in the cache
 (a third less CPU time than 4096 at head_dim 128)."""
-CALIBRATION_ERRORS = (
-    ArtifactError,
-    CalibrationError,
-    LoadError,
-    NonFiniteError,
-    TextError,
-    UnsupportedModelError,
-    sglang_capture.EngineError,
-)
-"""What `calibrate` raises for input that cannot work; each message is one sentence to print as it is."""
 
 
 def calibrate(options: CalibrationOptions) -> Artifact:
@@ -64,7 +54,7 @@ def calibrate(options: CalibrationOptions) -> Artifact:
     Returns:
         The artifact, with held-out errors in its provenance; `artifact.save` writes it.
     Raises:
-        One of CALIBRATION_ERRORS: the input cannot work, as one sentence.
+        OscarError: the input cannot work, as one sentence.
     """
     identity, model_config = check(options)
     with Steps(options.progress) as steps:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import oscar
 from oscar import config
+from oscar.errors import OscarError
 from oscar.format.artifact import Artifact, LayerTransforms, ModelIdentity
 from oscar.format.codec import RowFormat
 
@@ -30,7 +31,7 @@ ORTHOGONAL_TO = 1e-3
 _SIDES = {"qqt": "K", "ktk": "K", "sst": "V", "vtv": "V"}
 
 
-class ConvertError(ValueError):
+class ConvertError(OscarError):
     """A rotation file that cannot be used, as one sentence."""
 
 

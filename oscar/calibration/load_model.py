@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
+from oscar.errors import OscarError
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class LoadError(ValueError):
+class LoadError(OscarError):
     """A model that cannot be loaded, as one sentence."""
 
 

@@ -11,6 +11,7 @@ from oscar.calibration import run_sglang as sglang_capture
 from oscar.calibration import sources
 from oscar.calibration.load_model import DTYPES, first_line
 from oscar.calibration.run_transformers import check_supported
+from oscar.errors import OscarError
 from oscar.format.artifact import ModelIdentity
 from oscar.format.codec import RowFormat
 from oscar.methods import transform
@@ -21,7 +22,7 @@ MIN_TOKENS_PER_DIM = 2
 """Fewest tokens a head dimension: below one the value moment is singular whatever the text."""
 
 
-class CalibrationError(ValueError):
+class CalibrationError(OscarError):
     """Calibration cannot go on, as one sentence for the user."""
 
 
@@ -86,7 +87,7 @@ def check(options: CalibrationOptions):
     Returns:
         (ModelIdentity, the model's Hugging Face configuration).
     Raises:
-        One of CALIBRATION_ERRORS.
+        OscarError: the input cannot work, as one sentence.
     """
     from transformers import AutoConfig
 

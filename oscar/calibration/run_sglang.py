@@ -33,6 +33,7 @@ from torch import Tensor
 from oscar.calibration.clip_search import ClipSearch
 from oscar.calibration.heldout import LayerErrorSums
 from oscar.calibration.text import Sequence
+from oscar.errors import OscarError
 from oscar.format import artifact as artifacts
 from oscar.format.artifact import Artifact, LayerTransforms, ModelIdentity, kv_heads_of_rank
 from oscar.methods.statistics import MomentSums
@@ -47,7 +48,7 @@ _HOW = {"q_moment": "sum", "v_score_moment": "sum", "output_moment": "mean"}
 Advance = Callable[[int], None]
 
 
-class EngineError(ValueError):
+class EngineError(OscarError):
     """SGLang could not capture, as one sentence."""
 
 

@@ -16,13 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oscar.errors import OscarError
+
 _NAMES = itertools.count()
 _OUTPUT_NAMES = ("o_proj", "out_proj", "dense", "wo")
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _QUERIES_AT_ONCE = 512  # where scores are formed: memory then grows with the length, not with its square
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(OscarError):
     """A model whose attention cannot be captured, as one sentence that names the reason."""
 
 

@@ -18,6 +18,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from oscar.errors import OscarError
+
 HELD_OUT_SHARE = 0.1
 SELF_SOURCE = "written by the model"
 DOCUMENT_TOKENS = 512
@@ -66,7 +68,7 @@ REQUESTS = (
 """Requests for models with a chat template."""
 
 
-class TextError(ValueError):
+class TextError(OscarError):
     """Calibration text that cannot be used, as one sentence."""
 
 

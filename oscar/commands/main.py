@@ -15,13 +15,10 @@ import sys
 from pathlib import Path
 
 from oscar.commands.parser import BAD_INPUT, DEFAULT_CONTEXTS, build_parser
+from oscar.embedded import embedded_model
+from oscar.errors import OscarError
 
-EMBEDDED = Path(__file__).with_name("embedded")
 INTERRUPTED = 128 + signal.SIGINT
-
-
-class InputError(ValueError):
-    """A command line that cannot work, as one sentence."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,9 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # `oscar inspect F | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except ValueError as error:
-        if not isinstance(error, _input_errors()):
-            raise
+    except OscarError as error:
         print(f"oscar {options.command}: {error}", file=sys.stderr)
         return BAD_INPUT
     return 0
@@ -89,7 +84,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     identity, _ = check(settings)
     free, need = shutil.disk_usage(_existing(output.parent)).free, artifact_bytes(identity)
     if free < need:
-        raise InputError(f"{output}: {need / 2**20:.1f} MiB are needed, {free / 2**20:.1f} MiB are free; choose another place")
+        raise OscarError(f"{output}: {need / 2**20:.1f} MiB are needed, {free / 2**20:.1f} MiB are free; choose another place")
     artifact = calibrate(settings)
     artifacts.save(artifact, output)
     _draw(artifact, options.picture)
@@ -222,7 +217,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         if path is None:
             continue
         if ending and Path(path).suffix.lower() != ending:
-            raise InputError(f"--{flag} {path}: expected a file that ends in {ending}")
+            raise OscarError(f"--{flag} {path}: expected a file that ends in {ending}")
         _check_output(Path(path), f"--{flag}")
 
     from oscar.commands.evaluate import run
@@ -239,11 +234,11 @@ def _needle(options: argparse.Namespace) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{folder}: cannot load a tokenizer from this folder; check --model") from error
+        raise OscarError(f"{folder}: cannot load a tokenizer from this folder; check --model") from error
     try:
         needle = needles.make_needle(tokenizer, options.tokens, options.depth, options.seed)
     except ValueError as error:
-        raise InputError(str(error)) from error
+        raise OscarError(str(error)) from error
     if options.json:
         fields = ("prompt", "messages", "key", "answer", "num_tokens", "depth")
         print(json.dumps({name: getattr(needle, name) for name in fields}))
@@ -256,24 +251,13 @@ def _model_path(options: argparse.Namespace) -> None:
     print(embedded_model())
 
 
-def embedded_model() -> Path:
-    """Folder of the model shipped with the package.
-
-    Raises:
-        InputError: this build carries none.
-    """
-    if not (EMBEDDED / "config.json").is_file():
-        raise InputError("this build carries no embedded model; install a released build or give a model of your own")
-    return EMBEDDED
-
-
 def _check_output(path: Path, flag: str = "--output") -> None:
     """Refuse a place that cannot be written before any work is done."""
     folder = _existing(path.parent)
     if path.is_dir():
-        raise InputError(f"{flag} {path}: expected a file name, got a folder")
+        raise OscarError(f"{flag} {path}: expected a file name, got a folder")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{flag} {path}: cannot write in {folder}; choose another place")
+        raise OscarError(f"{flag} {path}: cannot write in {folder}; choose another place")
 
 
 def _check_picture(path: str | None) -> None:
@@ -281,7 +265,7 @@ def _check_picture(path: str | None) -> None:
     if path is None:
         return
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise InputError(f"--picture {path}: expected a file that ends in .png, .svg or .pdf")
+        raise OscarError(f"--picture {path}: expected a file that ends in .png, .svg or .pdf")
     _check_output(Path(path), "--picture")
 
 
@@ -298,14 +282,6 @@ def _existing(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
     return folder
-
-
-def _input_errors() -> tuple[type[ValueError], ...]:
-    """Errors that are one sentence for the user. Anything else is a fault of ours and shows its traceback."""
-    loaded = (sys.modules.get(f"oscar.{name}") for name in ("artifact", "calibrate", "convert", "evaluate.run"))
-    names = ("ArtifactError", "CALIBRATION_ERRORS", "ConvertError", "EVALUATION_ERRORS")
-    found = [getattr(module, name) for module, name in zip(loaded, names, strict=True) if module]
-    return (InputError, *(e for item in found for e in (item if isinstance(item, tuple) else (item,))))
 
 
 COMMANDS = {

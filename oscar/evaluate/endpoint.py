@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import requests
 
+from oscar.errors import OscarError
 from oscar.evaluate.task_scores import TaskScores
 from oscar.evaluate.tasks import Task
 from oscar.format import sizing
@@ -18,7 +19,7 @@ PATIENCE = 600
 """Seconds to wait for an answer."""
 
 
-class EndpointError(ValueError):
+class EndpointError(OscarError):
     """A server that cannot be asked, as one sentence."""
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 EVAL_SHARE = 8  # one name in eight is kept for evaluation
 CODE_DIGITS = 5
-FILLER_FILE = Path(__file__).with_name("embedded") / "heldout.txt"
+FILLER_FILE = Path(__file__).parents[1] / "embedded" / "heldout.txt"
 
 ADJECTIVES = tuple(
     """amber ancient arctic azure bold brave bright bronze calm clever coral cosmic crimson crystal curious daring

@@ -12,12 +12,13 @@ import torch
 import oscar
 from oscar import config
 from oscar.calibration import saved as saved_statistics
-from oscar.calibration.calibrate import CALIBRATION_ERRORS, collect
+from oscar.calibration.calibrate import collect
 from oscar.calibration.load_model import load_model, load_tokenizer
 from oscar.calibration.options import CalibrationOptions, check
 from oscar.calibration.text import end_tokens
+from oscar.errors import OscarError
 from oscar.evaluate import arms as making
-from oscar.evaluate.endpoint import Endpoint, EndpointError
+from oscar.evaluate.endpoint import Endpoint
 from oscar.evaluate.reader import Reader
 from oscar.evaluate.task_scores import CHANCE, TaskScores, score_tasks
 from oscar.evaluate.tasks import HARD, MAKERS, Task, make
@@ -31,11 +32,10 @@ HELD_OUT = ("heldout.txt", "heldout_code.txt")
 """Text beside the embedded model, never trained on: prose and code."""
 
 
-class EvaluationError(ValueError):
+class EvaluationError(OscarError):
     """An evaluation that cannot be run, as one sentence."""
 
 
-EVALUATION_ERRORS = (EvaluationError, EndpointError, *CALIBRATION_ERRORS)
 """What `evaluate` raises for input that cannot work."""
 
 
@@ -97,7 +97,7 @@ def evaluate(options: EvaluationOptions) -> dict:
         JSON-able report: model, context, n, windows, methods.<name>.{bits_per_element, retrieval_exact, retrieval_ci,
         perplexity, kl_mean, kl_p99, top1_agreement, attn_rel_err, ...}; docs/quality.md says what each means.
     Raises:
-        One of EVALUATION_ERRORS.
+        OscarError: the input cannot work, as one sentence.
     """
     began = time.monotonic()
     calibration = _check(options)

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_save
 from torch import Tensor
 
+from oscar.errors import OscarError
 from oscar.format.codec import FORMAT_VERSION, RowFormat
 
 FILE_NAME = "oscar.safetensors"
@@ -33,7 +34,7 @@ _SAMPLES = 16
 _SAMPLE_BYTES = 64 << 10
 
 
-class ArtifactError(ValueError):
+class ArtifactError(OscarError):
     """An artifact or a model that cannot be used, as one sentence for the user."""
 
 

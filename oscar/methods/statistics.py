@@ -24,8 +24,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from oscar.errors import OscarError
 
-class NonFiniteError(ValueError):
+
+class NonFiniteError(OscarError):
     """NaN or infinity among captured activations; the message names layer and side."""
 
 

@@ -25,7 +25,7 @@ from oscar import config
 from oscar.calibration import text
 from oscar.calibration.calibrate import CalibrationOptions, collect
 from oscar.calibration.load_model import load_model
-from oscar.commands.main import embedded_model
+from oscar.embedded import embedded_model
 from oscar.evaluate.arms import Arm, from_layers
 from oscar.evaluate.reader import Reader
 from oscar.evaluate.run import HELD_OUT

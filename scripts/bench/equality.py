@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from oscar.commands.main import embedded_model
+from oscar.embedded import embedded_model
 from oscar.evaluate.local_server import LocalServer
 from oscar.evaluate.needles import held_out_sentences, make_needle
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from oscar.commands.main import embedded_model
+from oscar.embedded import embedded_model
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 

@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from oscar.commands.main import embedded_model
+from oscar.embedded import embedded_model
 from oscar.evaluate.local_server import LocalServer
 from oscar.evaluate.needles import make_needle
 from oscar.evaluate.task_scores import wilson

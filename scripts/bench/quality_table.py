@@ -30,7 +30,7 @@ from oscar.calibration import text
 from oscar.calibration.calibrate import collect
 from oscar.calibration.load_model import load_model
 from oscar.calibration.options import CalibrationOptions
-from oscar.commands.main import embedded_model
+from oscar.embedded import embedded_model
 from oscar.evaluate import arms as making
 from oscar.evaluate.reader import Reader
 from oscar.evaluate.run import HELD_OUT

@@ -36,8 +36,8 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from oscar.commands.main import embedded_model
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
+from oscar.embedded import embedded_model
 from oscar.evaluate.local_server import LocalServer
 from oscar.format import sizing
 from oscar.format.artifact import ModelIdentity, load, save

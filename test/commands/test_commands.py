@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from oscar import config
+import oscar.embedded
 from oscar.commands import main as cli
 from oscar.format import artifact as artifacts
 
@@ -299,7 +300,7 @@ def test_inspect_of_bad_files(made, tmp_path, capsys):
 
 
 def test_model_path_and_needle(tmp_path, capsys, monkeypatch, make_tokenizer):
-    monkeypatch.setattr(cli, "EMBEDDED", tmp_path)
+    monkeypatch.setattr(oscar.embedded, "__file__", str(tmp_path / "__init__.py"))
     assert "no embedded model" in fails(capsys, "model-path")
     (tmp_path / "config.json").write_text("{}")
     assert run("model-path") == 0

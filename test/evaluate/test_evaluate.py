@@ -17,7 +17,8 @@ from oscar.calibration.load_model import load_model
 from oscar.calibration.options import CalibrationOptions
 from oscar.calibration.run_transformers import UnsupportedModelError
 from oscar.calibration.text import TextError
-from oscar.commands.main import embedded_model, main
+from oscar.commands.main import main
+from oscar.embedded import embedded_model
 from oscar.evaluate import arms as making
 from oscar.evaluate import tasks
 from oscar.evaluate.endpoint import Endpoint, EndpointError

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from safetensors import safe_open
 
-from oscar.commands.main import embedded_model
+from oscar.embedded import embedded_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "bench"
 

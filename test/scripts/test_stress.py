@@ -67,7 +67,7 @@ def test_unrelated_heads_have_oblique_values(make_model):
 
 
 def test_written_variant_loads_and_keeps_the_folder(tmp_path, make_model):
-    from oscar.commands.main import embedded_model
+    from oscar.embedded import embedded_model
 
     source = embedded_model()
     stress.write("outliers", source, tmp_path)

@@ -7,7 +7,7 @@ from sglang.srt.oscar.resolve import OscarSettings
 from sglang.srt.oscar.runtime import Runtime
 
 from oscar.calibration.calibrate import CalibrationOptions, calibrate
-from oscar.commands.main import embedded_model
+from oscar.embedded import embedded_model
 from oscar.evaluate.local_server import LocalServer
 from oscar.format.artifact import Artifact, ArtifactError, LayerTransforms, ModelIdentity, load, save
 from oscar_kernel import decode_attention, extend_attention

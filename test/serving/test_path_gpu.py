@@ -266,7 +266,7 @@ def test_a_step_that_skips_a_layer_is_not_passed_over(left_out):
 def test_a_server_on_the_kernels_answers_like_one_on_the_reference(method, bound, tmp_path):
     """Two starts on the embedded model: prefill, chunks, prefix hits and decode, tokens equal and log-probabilities close."""
     from oscar.calibration.calibrate import CalibrationOptions, calibrate
-    from oscar.commands.main import embedded_model
+    from oscar.embedded import embedded_model
     from oscar.evaluate.local_server import LocalServer
     from oscar.format.artifact import save
 

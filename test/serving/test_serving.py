@@ -14,7 +14,7 @@ import requests
 from transformers import AutoTokenizer
 
 from oscar.calibration.calibrate import CalibrationOptions, calibrate
-from oscar.commands.main import embedded_model
+from oscar.embedded import embedded_model
 from oscar.evaluate.local_server import LocalServer
 from oscar.evaluate.needles import held_out_sentences, make_needle
 from oscar.format.artifact import save
