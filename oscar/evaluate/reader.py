@@ -27,8 +27,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oscar.calibration.run_transformers import LayerCapture, UnsupportedModelError, capturing
-from oscar_kernel import LayerCache, LayerCodec, ReadPlan, decode_attention, extend_attention, plan_read, store_kv
+from oscar.calibration.run_transformers import LayerCapture, capturing
+from oscar.errors import OscarError
+from oscar_kernel import LayerCache, LayerCodec, ReadPlan, SideCache, decode_attention, extend_attention, plan_read, store_kv
 
 Windows = tuple[int, int]
 """(sink_tokens, recent_tokens)."""
@@ -72,7 +73,7 @@ class DocumentCache:
     def __init__(self, codecs: dict[int, LayerCodec], num_kv_heads: int, lens: Sequence[int], capacity: int):
         self.codecs, self.lens, self.capacity = codecs, list(lens), capacity
         num_slots = len(lens) * capacity
-        self.device = next(iter(codecs.values())).k_clip.device
+        self.device = next(iter(codecs.values())).k.clip.device
         self.layers = {i: self._empty(codec, num_slots, num_kv_heads) for i, codec in codecs.items()}
 
     def _empty(self, codec: LayerCodec, num_slots: int, num_kv_heads: int) -> LayerCache:
@@ -83,7 +84,7 @@ class DocumentCache:
             shape = num_slots + 1, num_kv_heads, fmt.head_dim
             return torch.zeros(shape, dtype=codec.window_dtype, device=self.device)
 
-        return LayerCache(rows(codec.k_format), rows(codec.v_format), window(codec.k_format), window(codec.v_format))
+        return LayerCache(*(SideCache(rows(side.fmt), window(side.fmt)) for side in (codec.k, codec.v)))
 
     def slots(self, num_tokens: int) -> Tensor:
         """[len(lens), num_tokens] int64: where the next tokens of each document go."""
@@ -107,13 +108,13 @@ class Reader:
         model: a Hugging Face causal language model in eval mode whose attention goes through the library's interface. Its
             dtype is that of the exact side; queries, keys and values reach the kernels in it, on its device.
     Raises:
-        UnsupportedModelError: a layer attends to a sliding window, which the 2-bit cache does not serve.
+        OscarError: a layer attends to a sliding window, which the 2-bit cache does not serve.
     """
 
     def __init__(self, model):
         kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
         if other := sorted(kinds - {"full_attention"}):
-            raise UnsupportedModelError(
+            raise OscarError(
                 f"evaluate: expected full attention in every layer, got {', '.join(other)}; the 2-bit cache does not serve it"
             )
         self.model, self.device = model, model.device

@@ -30,8 +30,9 @@ from oscar.evaluate.arms import Arm, from_layers
 from oscar.evaluate.reader import Reader
 from oscar.evaluate.run import HELD_OUT
 from oscar.evaluate.text_scores import read_documents, score_text
-from oscar.format.artifact import LayerTransforms, ModelIdentity
 from oscar.format.codec import RowFormat
+from oscar.format.identity import ModelIdentity
+from oscar.format.side import LayerTransforms
 from oscar.methods import transform
 from oscar.methods.statistics import LayerStatistics
 from oscar.methods.transform import Transforms, balance, eigenvectors, equaliser, rotate, shape_noise

@@ -37,7 +37,7 @@ from oscar.evaluate.run import HELD_OUT
 from oscar.evaluate.task_scores import score_tasks
 from oscar.evaluate.tasks import make
 from oscar.evaluate.text_scores import read_documents, score_text
-from oscar.format.artifact import ModelIdentity
+from oscar.format.identity import ModelIdentity
 from oscar.methods import transform
 from oscar.progress import Steps
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from oscar import config
 import oscar.embedded
+from oscar import config
 from oscar.commands import main as cli
 from oscar.format import artifact as artifacts
 

@@ -15,24 +15,24 @@ import torch
 from oscar.calibration.calibrate import calibrate, collect
 from oscar.calibration.load_model import load_model
 from oscar.calibration.options import CalibrationOptions
-from oscar.calibration.run_transformers import UnsupportedModelError
-from oscar.calibration.text import TextError
 from oscar.commands.main import main
 from oscar.embedded import embedded_model
+from oscar.errors import OscarError
 from oscar.evaluate import arms as making
 from oscar.evaluate import tasks
-from oscar.evaluate.endpoint import Endpoint, EndpointError
+from oscar.evaluate.endpoint import Endpoint
 from oscar.evaluate.generate import generate
 from oscar.evaluate.local_server import LocalServer
 from oscar.evaluate.needles import make_needle
 from oscar.evaluate.page import draw, hard_table, notes, table
 from oscar.evaluate.reader import Reader
-from oscar.evaluate.run import EvaluationError, EvaluationOptions, evaluate
+from oscar.evaluate.run import EvaluationOptions, evaluate
 from oscar.evaluate.task_scores import TaskScores, wilson
 from oscar.evaluate.text_scores import TextScores, read_documents, score_text
 from oscar.format import artifact, sizing
-from oscar.format.artifact import LayerTransforms, ModelIdentity
 from oscar.format.codec import LosslessFormat, RowFormat
+from oscar.format.identity import ModelIdentity
+from oscar.format.side import LayerTransforms
 from oscar.progress import Steps
 from oscar_kernel import LayerCodec
 
@@ -169,7 +169,7 @@ def test_attention_error_is_that_of_the_layer_alone(tiny):
 
 
 def test_sliding_windows_are_refused(make_model):
-    with pytest.raises(UnsupportedModelError, match="expected full attention in every layer, got sliding_attention"):
+    with pytest.raises(OscarError, match="expected full attention in every layer, got sliding_attention"):
         Reader(make_model("Gemma3Text"))
 
 
@@ -259,7 +259,7 @@ def test_documents_are_exact_in_length_and_do_not_overlap(tmp_path, make_tokeniz
     documents = read_documents(files, tokenizer, 100, 6)
     assert [len(d) for d in documents] == [100] * 4  # three of the long file, one of the short
     assert tokenizer.decode(documents[0]).startswith("abc") and tokenizer.decode(documents[3]).startswith("0123")
-    with pytest.raises(TextError, match="expected at least 5000 tokens in a row"):
+    with pytest.raises(OscarError, match="expected at least 5000 tokens in a row"):
         read_documents(files, tokenizer, 5000, 6)
 
 
@@ -408,7 +408,7 @@ def test_the_same_run_gives_the_same_numbers(outliers):
     ],
 )
 def test_refusals(changes, sentence):
-    with pytest.raises(EvaluationError, match=sentence):
+    with pytest.raises(OscarError, match=sentence):
         evaluate(EvaluationOptions(embedded_model(), **changes, progress=False))
 
 
@@ -433,7 +433,7 @@ def test_command_line_mistakes_are_one_line(arguments, sentence, capsys):
 
 
 def test_no_server():
-    with pytest.raises(EndpointError, match=r"--endpoint http://127.0.0.1:9: expected an OpenAI-style server at /v1/models"):
+    with pytest.raises(OscarError, match=r"--endpoint http://127.0.0.1:9: expected an OpenAI-style server at /v1/models"):
         Endpoint("http://127.0.0.1:9")
 
 

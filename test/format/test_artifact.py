@@ -7,16 +7,10 @@ import struct
 import pytest
 import torch
 
-from oscar.format.artifact import (
-    Artifact,
-    ArtifactError,
-    LayerTransforms,
-    ModelIdentity,
-    cache_path,
-    find,
-    load,
-    save,
-)
+from oscar.errors import OscarError
+from oscar.format.artifact import Artifact, cache_path, find, load, save
+from oscar.format.identity import ModelIdentity
+from oscar.format.side import LayerTransforms
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -77,7 +71,7 @@ def test_a_flipped_byte_is_found(saved, where):
     body = 8 + header_size
     data[{"first": body, "middle": (body + len(data)) // 2, "last": len(data) - 1}[where]] ^= 0x10
     saved.write_bytes(data)
-    with pytest.raises(ArtifactError, match="tensor_digest|finite"):
+    with pytest.raises(OscarError, match="tensor_digest|finite"):
         load(saved)
 
 
@@ -89,7 +83,7 @@ def test_any_flipped_bit_of_the_header_is_found(saved):
         flipped = bytearray(data)
         flipped[i] ^= 1 << i % 8
         saved.write_bytes(flipped)
-        with pytest.raises(ArtifactError):
+        with pytest.raises(OscarError):
             load(saved)
 
 
@@ -104,7 +98,7 @@ def test_the_changed_tensor_is_named(tmp_path, layer, part):
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
     tensors[f"layers.{layer}.{part}"].view(-1)[0] += 0.01
     save_file(tensors, path, metadata)
-    with pytest.raises(ArtifactError, match=f"layers.{layer}.{part} was changed after it was written"):
+    with pytest.raises(OscarError, match=f"layers.{layer}.{part} was changed after it was written"):
         load(path)
 
 
@@ -144,7 +138,7 @@ def test_ranks_that_do_not_fit():
 def test_truncation_is_found(saved, keep):
     data = saved.read_bytes()
     saved.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    with pytest.raises(ArtifactError, match="not a whole safetensors file"):
+    with pytest.raises(OscarError, match="not a whole safetensors file"):
         load(saved)
 
 
@@ -178,21 +172,21 @@ def test_an_edited_field_is_named(saved, field, old, new):
     header, body = data[8 : 8 + size].rstrip(b" ").replace(old, new), data[8 + size :]
     header += b" " * (-len(header) % 8)
     saved.write_bytes(struct.pack("<Q", len(header)) + header + body)
-    with pytest.raises(ArtifactError, match=rf"{field} was changed after it was written \(header_digest"):
+    with pytest.raises(OscarError, match=rf"{field} was changed after it was written \(header_digest"):
         load(saved)
 
 
 def test_unknown_version_and_foreign_files(saved, tmp_path):
     data = saved.read_bytes()
     saved.write_bytes(data.replace(b'format_version\\":1', b'format_version\\":9'))
-    with pytest.raises(ArtifactError, match="format version 9, this build reads 1; run `oscar calibrate` again"):
+    with pytest.raises(OscarError, match="format version 9, this build reads 1; run `oscar calibrate` again"):
         load(saved)
     from safetensors.torch import save_file
 
     save_file({"x": torch.ones(1)}, tmp_path / "weights.safetensors")
-    with pytest.raises(ArtifactError, match="no readable OSCAR header"):
+    with pytest.raises(OscarError, match="no readable OSCAR header"):
         load(tmp_path / "weights.safetensors")
-    with pytest.raises(ArtifactError, match="expected an artifact file, found none"):
+    with pytest.raises(OscarError, match="expected an artifact file, found none"):
         load(tmp_path / "nowhere.safetensors")
 
 
@@ -201,21 +195,21 @@ def test_missing_parts(tmp_path):
     del artifact.layers[1]
     save(artifact, tmp_path / "a.safetensors")
     words = "expected transforms of all 2 layers, found none of layer 1; give --oscar-allow-native-layers"
-    with pytest.raises(ArtifactError, match=words):
+    with pytest.raises(OscarError, match=words):
         load(tmp_path / "a.safetensors")
     loaded = load(tmp_path / "a.safetensors", native_layers=True)
     assert loaded.native_layers == [1] and sorted(loaded.layers) == [0]
-    with pytest.raises(ArtifactError, match="expected transforms of at least one layer, found none"):
+    with pytest.raises(OscarError, match="expected transforms of at least one layer, found none"):
         save(make(layers={}), tmp_path / "none.safetensors")
     save(make(layers=make().layers | {2: make().layers[0]}), tmp_path / "more.safetensors")
-    with pytest.raises(ArtifactError, match="expected layers 0 to 1, got layer 2"):
+    with pytest.raises(OscarError, match="expected layers 0 to 1, got layer 2"):
         load(tmp_path / "more.safetensors", native_layers=True)
     k_only = make()
     for layer in k_only.layers.values():
         layer.v_transform = layer.v_clip = None
     save(k_only, tmp_path / "k.safetensors")
     for allowed in (False, True):  # half a layer is never meant
-        with pytest.raises(ArtifactError, match="layers.0.v_transform is missing"):
+        with pytest.raises(OscarError, match="layers.0.v_transform is missing"):
             load(tmp_path / "k.safetensors", native_layers=allowed)
 
 
@@ -229,7 +223,7 @@ def test_missing_parts(tmp_path):
     ],
 )
 def test_another_model_is_refused(saved, change, words):
-    with pytest.raises(ArtifactError, match=words):
+    with pytest.raises(OscarError, match=words):
         load(saved, ModelIdentity.from_config(CONFIG | change))
 
 
@@ -247,7 +241,7 @@ def test_weights_are_part_of_the_identity(tmp_path):
     assert identities[0].fingerprint != identities[1].fingerprint
     path = tmp_path / "a.safetensors"
     save(make(model=identities[0]), path)
-    with pytest.raises(ArtifactError, match="weight_digest"):
+    with pytest.raises(OscarError, match="weight_digest"):
         load(path, identities[1])
     assert load(path, dataclasses.replace(identities[0], weight_digest=None))
 
@@ -266,14 +260,14 @@ def test_weights_are_part_of_the_identity(tmp_path):
 def test_an_artifact_that_does_not_hold_together_is_not_written(tmp_path, field, value, words):
     artifact = make()
     setattr(artifact.layers[1], field, value)
-    with pytest.raises(ArtifactError, match=words):
+    with pytest.raises(OscarError, match=words):
         save(artifact, tmp_path / "a.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArtifactError, match="cannot write the artifact"):
+    with pytest.raises(OscarError, match="cannot write the artifact"):
         save(make(), tmp_path / "file" / "a.safetensors")
 
 
@@ -282,7 +276,7 @@ def test_no_space_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("oscar.format.artifact.os.fsync", full)
-    with pytest.raises(ArtifactError, match="No space left on device.*MiB are needed"):
+    with pytest.raises(OscarError, match="No space left on device.*MiB are needed"):
         save(make(), tmp_path / "a.safetensors")
     assert list(tmp_path.iterdir()) == []
 
@@ -299,8 +293,8 @@ def test_find_prefers_the_one_beside_the_weights(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("config", ["{", "{}", '{"num_attention_heads": 0, "hidden_size": 4, "num_hidden_layers": 1}'])
 def test_models_without_geometry(tmp_path, config):
-    with pytest.raises(ArtifactError, match="expected a model folder"):
+    with pytest.raises(OscarError, match="expected a model folder"):
         ModelIdentity.from_path(tmp_path)
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ArtifactError, match="attention geometry"):
+    with pytest.raises(OscarError, match="attention geometry"):
         ModelIdentity.from_path(tmp_path)

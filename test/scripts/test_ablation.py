@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oscar.format.artifact import ModelIdentity
+from oscar.format.identity import ModelIdentity
 from oscar.format.linalg import inverses
 from oscar.methods import transform
 from oscar.methods.statistics import LayerStatistics

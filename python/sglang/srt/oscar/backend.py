@@ -18,7 +18,7 @@ from sglang.srt.oscar.runtime import get_runtime
 from sglang.srt.oscar.windows import Windows
 from sglang.srt.runtime_context import get_parallel, get_serving
 
-from oscar.format.artifact import kv_heads_of_rank
+from oscar.format.side import kv_heads_of_rank
 from oscar_kernel import LayerCache, LayerCodec, ReadPlan, decode_attention, extend_attention, write_windows
 from oscar_kernel.choose import triton_obstacle
 

@@ -27,7 +27,8 @@ from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 from oscar.calibration.clip_search import ClipSearch
 from oscar.calibration.heldout import LayerErrorSums
 from oscar.calibration.run_transformers import LayerCapture, output_weight
-from oscar.format.artifact import kv_heads_of_rank, load
+from oscar.format.artifact import load
+from oscar.format.side import kv_heads_of_rank
 from oscar.methods.statistics import MomentSums, NonFiniteError, SurrogateSums, output_moment
 
 HOOKS = [

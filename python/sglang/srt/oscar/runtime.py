@@ -9,8 +9,9 @@ import torch
 from sglang.srt.oscar.resolve import OscarSettings, settings_of
 
 from oscar.format import sizing
-from oscar.format.artifact import Artifact, LayerTransforms, load
+from oscar.format.artifact import Artifact, load
 from oscar.format.codec import LosslessFormat
+from oscar.format.side import LayerTransforms
 from oscar.format.sizing import Format
 from oscar_kernel import LayerCodec
 
