@@ -348,13 +348,7 @@ def test_bad_text_is_found_before_the_model_is_loaded(tiny_models, tmp_path, mon
         calibrate(quick(tiny_models(), text=(tmp_path / "t.txt",)))
 
 
-@pytest.mark.parametrize(
-    "method, share_of_error, sides",
-    [("oscar", 0.5, ["k", "v"]), ("oscar-shaped", 0.7, [])],  # which does not aim at these two
-)
-def test_one_transform_each_halves_the_error_of_unrelated_heads(
-    method, share_of_error, sides, tmp_path, make_model, make_tokenizer
-):
+def test_one_transform_each_halves_the_error_of_unrelated_heads(tmp_path, make_model, make_tokenizer):
     """A model whose two KV heads each have one strong direction of their own, in K (where queries have it too) and in V.
 
     K's lies in channels that RoPE hardly turns. Sharing costs many times the error, and is warned about.
@@ -372,10 +366,10 @@ def test_one_transform_each_halves_the_error_of_unrelated_heads(
                 weight += torch.nn.functional.normalize(basis, dim=-1)[:, None, :, None] * strong
     model.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    options = {"method": method, "sink_tokens": 4, "recent_tokens": 16}
+    options = {"method": "oscar", "sink_tokens": 4, "recent_tokens": 16}
     own, shared = (calibrate(quick(tmp_path, share_heads=s, **options)) for s in (False, True))
-    for name in (*sides, "attention", "served"):
-        assert own.provenance["held_out"]["all"][name] < share_of_error * shared.provenance["held_out"]["all"][name], name
+    for name in ("k", "v", "attention", "served"):
+        assert own.provenance["held_out"]["all"][name] < 0.5 * shared.provenance["held_out"]["all"][name], name
     assert not any("share one transform" in line for line in warnings(own))
     assert any("share one transform" in line for line in warnings(shared))
 

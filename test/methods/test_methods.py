@@ -210,6 +210,20 @@ def test_shaped_noise_costs_less(d):
     assert paid(shaping.float()) < 0.75 * paid(None)
 
 
+def test_a_map_for_each_head_costs_less_than_a_shared_one():
+    """Two heads whose costs and covariances have nothing to do with each other: in what the default method minimises."""
+    cost, covariance = (torch.cat([lopsided(1, 16, seed=seed + head) for head in range(2)]) for seed in (10, 20))
+    own = balance(cost, covariance)
+    shared = balance(*(x.mean(0, keepdim=True).expand_as(x) for x in (cost, covariance)))
+
+    def price(t):
+        inverse = inverses(t)
+        paid = torch.diagonal(inverse @ cost @ inverse.mT, dim1=-2, dim2=-1).sum(-1)
+        return paid * torch.diagonal(t.mT @ covariance @ t, dim1=-2, dim2=-1).sum(-1)
+
+    assert (price(own) < 0.7 * price(shared)).all()
+
+
 def test_shaping_without_an_output_projection_or_a_signal():
     moment = random_moment(2, 16)
     zero = torch.zeros_like(moment)
