@@ -133,10 +133,6 @@ class BatchExtend(ABC):
             [num_rows, num_qo_heads, v_head_dim].
         """
 
-    @abstractmethod
-    def sink_rows(self) -> Tensor:
-        """[bs, sink_tokens] int64, window rows in which the planned prefixes have their sinks; `maps.no_row` for none."""
-
 
 class Layers:
     """The layers of a model and the implementation that runs them, decided once.
@@ -185,6 +181,11 @@ class Layers:
     def store(self, layer_id: int, k: Tensor, v: Tensor, loc: Tensor, window_rows: Tensor) -> tuple[Tensor, Tensor]:
         """`reference.store_kv` of one layer: for writes that are no step of their own."""
         return self.by_id[layer_id].store(k, v, loc.long().contiguous(), window_rows.long().contiguous())
+
+    def reserve(self, max_bs: int) -> None:
+        """Triton: make the scratch that wrappers with `max_bs` share, for batches up to this many rows."""
+        if self._state is not None:
+            self._state.reserve(max_bs)
 
     def batch_decode(self, max_bs: int | None = None) -> BatchDecode:
         """A wrapper for decode steps.
@@ -279,9 +280,6 @@ class HostExtend(BatchExtend):
         out = out.to(q.dtype if out_dtype is None else out_dtype)
         padding = q.shape[0] - num_tokens
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
-
-    def sink_rows(self) -> Tensor:
-        return self.read.window_rows[:, : self.read.sink_tokens]
 
 
 def choose(layers: Mapping[int, tuple[LayerCache, LayerCodec]], impl: str = "auto", isa: str | None = None) -> str:

@@ -459,12 +459,14 @@ def resolve_artifact(server_args: Any) -> tuple[Path, Any]:
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
+    from oscar.errors import OscarError
     from oscar.format import artifact
+    from oscar.format.identity import ModelIdentity
 
     cfg = resolving_view(server_args)
     folder = local_model(cfg.model_path, cfg.revision)
     try:
-        identity = artifact.ModelIdentity.from_path(folder)
+        identity = ModelIdentity.from_path(folder)
         path = Path(cfg.oscar_artifact) if cfg.oscar_artifact is not None else artifact.find(folder, identity)
         if path is not None and cfg.oscar_calibrate_text is not None:
             logger.warning("oscar: --oscar-calibrate-text is not used: %s is there already", path)
@@ -478,7 +480,7 @@ def resolve_artifact(server_args: Any) -> tuple[Path, Any]:
                 )
             calibrate(cfg.model_path, path, command)
         return path, artifact.load(path, identity, native_layers=cfg.oscar_allow_native_layers)
-    except artifact.ArtifactError as error:
+    except OscarError as error:
         sentence = str(error)
         raise refuse(sentence if sentence.startswith("oscar") else f"oscar: {sentence}") from None
 
