@@ -70,14 +70,9 @@ void read_affine(const OscarSide& side, const TileRows& rows, Affine* out) {
     const uint8_t* at = rows.base + side.head_dim / kCodesPerByte + g * kMetaBytes;
     for (int t = 0; t < kTile; t++) pair[t] = load_u32(at + rows.offset[t]);
     for (int t = 0; t < kTile; t += 16) {
-      const I both = (I)_mm512_load_si512(pair + t);
-      I low = both << 16, high = both & int32_t(0xffff0000);
-      if (side.meta_dtype != kBFloat16) {
-        low = (I)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)both));
-        high = (I)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)both, 16)));
-      }
-      store(&out->centre[g][t], (F)low);
-      store(&out->step[g][t], (F)high);
+      const __m512i both = _mm512_load_si512(pair + t);
+      store(&out->centre[g][t], (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(both)));
+      store(&out->step[g][t], (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16))));
     }
   }
 }

@@ -1,5 +1,5 @@
-// AMX: many query rows, as extend has, against a tile of keys are two matrix products in bfloat16. Fewer rows, float32 rows and
-// level tables go to the AVX-512 kernels.
+// AMX: many query rows, as extend has, against a tile of keys are two matrix products in bfloat16. Fewer rows and float32 rows go to
+// the AVX-512 kernels.
 //
 // Both products take 16 query rows a block and sum in float32:
 //
@@ -24,10 +24,10 @@ namespace {
 
 constexpr int kMinRows = 16;  // fewer would leave tiles part empty and a tile's preparation for too few
 
-/// Uniform levels, and groups in whole vectors.
+/// Groups in whole vectors.
 bool side_fits(const OscarSide& side) {
   const int groups = side.head_dim / side.group_size;
-  return side.levels == nullptr && groups <= kMaxGroups && (groups == 1 || side.group_size % 16 == 0);
+  return groups <= kMaxGroups && (groups == 1 || side.group_size % 16 == 0);
 }
 
 bool integer_dots_fit(const OscarLayer& layer) { return side_fits(layer.k) && side_fits(layer.v); }
@@ -51,7 +51,7 @@ inline void split_weights(const float* p, const Affine* affine, int g, int row, 
     if (affine) {
       const float *centre = &affine->centre[g][t], *step = &affine->step[g][t];
       offset += x * load(centre) + y * load(centre + 16);
-      offset -= set1(1.5f) * split(x * load(step), y * load(step + 16), row, out);
+      offset -= set1(kMidCode) * split(x * load(step), y * load(step + 16), row, out);
     } else {
       split(x, y, row, out);
     }
@@ -104,7 +104,7 @@ inline void block_logits(Tiles& tiles, const QueryRows& rows, int first, int cou
     tiles.store<3>(to[0] + 48, sizeof(to[0]));
     if (!keys.affine) continue;
     for (int h = 0; h < count; h++) {
-      const F total = set1(sums[g][h]), middle = set1(-1.5f * sums[g][h]);
+      const F total = set1(sums[g][h]), middle = set1(-kMidCode * sums[g][h]);
       for (int t = 0; t < kTile; t += W) {
         const F centre = load(&keys.affine->centre[g][t]), step = load(&keys.affine->step[g][t]);
         const F dot = (load(dots[h] + t) + middle) * step + centre * total;
@@ -169,9 +169,9 @@ void attend_blocks(const OscarLayer& layer, const Tile& tile, const QueryRows& r
   }
 }
 
-void packed_tile(const OscarLayer& layer, int head, const Tile& tile, const QueryRows& rows, const State& state) {
+void packed_tile(const OscarLayer& layer, const Tile& tile, const QueryRows& rows, const State& state) {
   if (rows.num_rows < kMinRows) {
-    kAttendAvx512.attend_packed(&layer, head, &tile, &rows, &state);
+    kAttendAvx512.attend_packed(&layer, &tile, &rows, &state);
     return;
   }
   alignas(64) uint16_t codes[kTile * kMaxDim];

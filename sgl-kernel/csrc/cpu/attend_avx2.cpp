@@ -1,7 +1,7 @@
 // AVX2 with FMA: 2-bit rows become levels in registers, and products are float32.
 //
-// VPERMILPS reads a table of four floats by the lowest two bits of each lane: a shift and a look-up make eight levels of eight
-// codes, of any level table, and all query rows at hand use them. Integer dots of this precision would take three limbs of a
+// VPERMILPS reads a table of four floats by the lowest two bits of each lane: a shift and a look-up make code - 1.5 of
+// eight codes, and all query rows at hand use them. Integer dots of this precision would take three limbs of a
 // query or a weight: six instructions for what four FMAs do here.
 //
 // Keys. Codes of eight keys are transposed so that a 32-bit lane holds 16 channels of one key: no sum crosses lanes, and a
@@ -29,13 +29,12 @@ bool side_fits(const OscarSide& side) {
   return groups <= kMaxGroups && (groups == 1 || (quarter % W == 0 && side.group_size % W == 0));
 }
 
-/// The four levels of a head, in units of step, in both halves of a vector.
-inline __m256 level_table(const OscarSide& side, int head) {
-  return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(side.levels ? side.levels + head * kNumLevels : kUniformLevels));
+/// code - 1.5 of the codes in the lowest two bits of each lane.
+inline F levels_of(__m256i codes) {
+  const __m256 table = _mm256_setr_ps(-kMidCode, 1 - kMidCode, 2 - kMidCode, 3 - kMidCode,  //
+                                      -kMidCode, 1 - kMidCode, 2 - kMidCode, 3 - kMidCode);
+  return (F)_mm256_permutevar_ps(table, codes);
 }
-
-/// Levels of the codes in the lowest two bits of each lane.
-inline F levels_of(__m256 table, __m256i codes) { return (F)_mm256_permutevar_ps(table, codes); }
 
 /// 32 bytes of a row, or as many as it has.
 inline __m256i load_codes(const uint8_t* p, int bytes) {
@@ -49,8 +48,7 @@ struct Meta {
 };
 
 /// 16-bit numbers in the low halves of eight lanes.
-inline __m256 meta_floats(__m256i low16, int dtype) {
-  if (dtype == kBFloat16) return _mm256_castsi256_ps(_mm256_slli_epi32(low16, 16));
+inline __m256 meta_floats(__m256i low16) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low16, low16), 0x08);
   return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
 }
@@ -65,8 +63,8 @@ void read_meta(const OscarSide& side, const TileRows& rows, Meta* meta) {
       for (int i = 0; i < W; i++) pair[i] = load_u32(at + rows.offset[t + i]);
       const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(pair));
       const __m256i low = _mm256_and_si256(both, _mm256_set1_epi32(0xffff));
-      _mm256_store_ps(&meta->centre[g][t], meta_floats(low, side.meta_dtype));
-      _mm256_store_ps(&meta->step[g][t], meta_floats(_mm256_srli_epi32(both, 16), side.meta_dtype));
+      _mm256_store_ps(&meta->centre[g][t], meta_floats(low));
+      _mm256_store_ps(&meta->step[g][t], meta_floats(_mm256_srli_epi32(both, 16)));
     }
   }
 }
@@ -112,7 +110,7 @@ void sum_queries(const OscarSide* k, int num_rows, const float* q, int8_t*, floa
 
 /// logits[h][t] of NH rows over the tile, NV vectors of keys at a time. Whole vectors: softmax_tile masks beyond the count.
 template <int NH, int NV>
-inline void key_dots(const OscarSide& side, __m256 table, const uint32_t (*words)[kTile], const Meta& meta,
+inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], const Meta& meta,
                      const QueryRows& rows, int first, const Tile& tile, float (*logits)[kTile]) {
   const int dim = side.head_dim, quarter = dim / kCodesPerByte;
   const float* q = rows.q + size_t(first) * dim;
@@ -136,7 +134,7 @@ inline void key_dots(const OscarSide& side, __m256 table, const uint32_t (*words
           for (int b = 0; b < 4; b++) {
             F key[NV];
 #pragma GCC unroll 8
-            for (int i = 0; i < NV; i++) key[i] = levels_of(table, _mm256_srli_epi32(codes[i], 8 * b));
+            for (int i = 0; i < NV; i++) key[i] = levels_of(_mm256_srli_epi32(codes[i], 8 * b));
 #pragma GCC unroll 8
             for (int h = 0; h < NH; h++) {
               const F query = set1(q[h * dim + channel + b]);
@@ -162,7 +160,7 @@ inline void key_dots(const OscarSide& side, __m256 table, const uint32_t (*words
 
 /// acc[h] = acc[h] * alpha[h] + sum_t weights[g][h][t] * level for fields [kFirst, kFirst + NF) of code bytes from `byte`.
 template <int NH, int kFirst, int NF, bool kOneGroup>
-inline void value_dots(const OscarSide& side, __m256 table, const Tile& tile, const float (*weights)[NH][kTile],
+inline void value_dots(const OscarSide& side, const Tile& tile, const float (*weights)[NH][kTile],
                        const float* alpha, float* const* acc_row, int byte) {
   const int quarter = side.head_dim / kCodesPerByte;
   const float(*weight[NF])[kTile];
@@ -174,7 +172,7 @@ inline void value_dots(const OscarSide& side, __m256 table, const Tile& tile, co
     const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + tile.v.offset[t])));
     F value[NF];
 #pragma GCC unroll 8
-    for (int f = 0; f < NF; f++) value[f] = levels_of(table, _mm256_srli_epi32(bytes, 2 * (kFirst + f)));
+    for (int f = 0; f < NF; f++) value[f] = levels_of(_mm256_srli_epi32(bytes, 2 * (kFirst + f)));
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++) {
 #pragma GCC unroll 8
@@ -198,14 +196,14 @@ inline void value_dots(const OscarSide& side, __m256 table, const Tile& tile, co
 }
 
 template <int NH, bool kOneGroup>
-inline void value_rows(const OscarSide& side, __m256 table, const Tile& tile, const float (*weights)[NH][kTile],
+inline void value_rows(const OscarSide& side, const Tile& tile, const float (*weights)[NH][kTile],
                        const float* alpha, float* const* acc_row) {
   for (int byte = 0; byte < side.head_dim / kCodesPerByte; byte += W) {
     if constexpr (NH <= 2) {  // eight accumulators at most, beside what is multiplied
-      value_dots<NH, 0, 4, kOneGroup>(side, table, tile, weights, alpha, acc_row, byte);
+      value_dots<NH, 0, 4, kOneGroup>(side, tile, weights, alpha, acc_row, byte);
     } else {
-      value_dots<NH, 0, 2, kOneGroup>(side, table, tile, weights, alpha, acc_row, byte);
-      value_dots<NH, 2, 2, kOneGroup>(side, table, tile, weights, alpha, acc_row, byte);
+      value_dots<NH, 0, 2, kOneGroup>(side, tile, weights, alpha, acc_row, byte);
+      value_dots<NH, 2, 2, kOneGroup>(side, tile, weights, alpha, acc_row, byte);
     }
   }
 }
@@ -214,7 +212,6 @@ inline void value_rows(const OscarSide& side, __m256 table, const Tile& tile, co
 struct Operands {
   alignas(32) uint32_t words[kMaxWords][kTile];
   Meta k_meta, v_meta;
-  __m256 k_table, v_table;
 };
 
 template <int NH>
@@ -222,7 +219,7 @@ inline void code_rows(const OscarLayer& layer, const Tile& tile, const QueryRows
                       const Operands& x) {
   constexpr int kVectors = NH == 1 ? 8 : NH == 2 ? 4 : 2;  // NH of them are accumulated: 6 or 8, for the latency of an FMA
   alignas(32) float logits[NH][kTile], weights[kMaxGroups][NH][kTile];
-  key_dots<NH, kVectors>(layer.k, x.k_table, x.words, x.k_meta, rows, first, tile, logits);
+  key_dots<NH, kVectors>(layer.k, x.words, x.k_meta, rows, first, tile, logits);
   const int v_dim = layer.v.head_dim, groups = v_dim / layer.v.group_size;
   float alpha[NH];
   float* acc_row[NH];
@@ -241,20 +238,18 @@ inline void code_rows(const OscarLayer& layer, const Tile& tile, const QueryRows
     }
   }
   if (groups == 1) {
-    value_rows<NH, true>(layer.v, x.v_table, tile, weights, alpha, acc_row);
+    value_rows<NH, true>(layer.v, tile, weights, alpha, acc_row);
   } else {
-    value_rows<NH, false>(layer.v, x.v_table, tile, weights, alpha, acc_row);
+    value_rows<NH, false>(layer.v, tile, weights, alpha, acc_row);
   }
 }
 
-void attend_codes(const OscarLayer* layer, int head, const Tile* tile, const QueryRows* rows, const State* state) {
+void attend_codes(const OscarLayer* layer, const Tile* tile, const QueryRows* rows, const State* state) {
   if (!side_fits(layer->k) || !side_fits(layer->v)) {
-    attend_packed(layer, head, tile, rows, state);
+    attend_packed(layer, tile, rows, state);
     return;
   }
   Operands x;
-  x.k_table = level_table(layer->k, head);
-  x.v_table = level_table(layer->v, head);
   read_meta(layer->k, tile->k, &x.k_meta);
   read_meta(layer->v, tile->v, &x.v_meta);
   transpose_keys(*tile, layer->k.head_dim / kCodesPerByte, x.words);

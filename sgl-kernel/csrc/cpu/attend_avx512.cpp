@@ -176,7 +176,7 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
         _mm512_store_si512(out.low + 16 * i, bytes_of_words(_mm512_and_si512(a, low), _mm512_and_si512(b, low)));
       }
       // The -1.5 * step of each level, from the rounded weights for the reason given in key_dots.
-      const __m512 middle = _mm512_set1_ps(1.5f * scale[h]);
+      const __m512 middle = _mm512_set1_ps(kMidCode * scale[h]);
       const __m512 offset = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(sum), middle, _mm512_load_ps(offsets[h]));
       out.scale = scale[h] * beta[h];
       float* lanes = row[h] + v_dim + kLanes * (2 + g);
@@ -319,7 +319,7 @@ inline void packed_keys(const OscarLayer& layer, const Tile& tile, const QueryRo
   }
 }
 
-void packed_tile(const OscarLayer& layer, int head, const Tile& tile, const QueryRows& rows, const State& state) {
+void packed_tile(const OscarLayer& layer, const Tile& tile, const QueryRows& rows, const State& state) {
   const bool plain = layer.v.head_dim == layer.k.head_dim && layer.v.group_size == layer.v.head_dim;
   if (rows.tables && plain && layer.k.head_dim == 128) {
     packed_keys<kLookUpTile, 32>(layer, tile, rows, state);

@@ -1,5 +1,5 @@
 // Attention over one tile of keys, and the small float kernels around it. Included inside an anonymous namespace by each ISA
-// file. A file that defines OSCAR_INTEGER_DOTS brings its own `packed_tile` for uniform levels; attend_packed of the others
+// file. A file that defines OSCAR_INTEGER_DOTS brings its own `packed_tile`; attend_packed of the others
 // decodes the tile to float32 first, at most kTile rows of one head at a time.
 
 /// Key or value rows as vectors of floats.
@@ -196,10 +196,11 @@ void attend_wide(const OscarLayer* layer, int dtype, const Tile* tile, const Que
 typedef uint8_t B __attribute__((vector_size(W)));
 typedef uint8_t BUnaligned __attribute__((vector_size(W), aligned(1), may_alias));
 
-/// Codes of a row to levels, in units of step.
-inline void unpack_row(const uint8_t* row, int quarter, const float* level, float* x) {
+/// Codes of a row to code - 1.5.
+inline void unpack_row(const uint8_t* row, int quarter, float* x) {
   if constexpr (W == 4) {
     // Without shifts by lane a table is quicker.
+    static const float level[kNumLevels] = {-kMidCode, 1 - kMidCode, 2 - kMidCode, 3 - kMidCode};
     for (int b = 0; b < quarter; b++) {
       const int byte = row[b];
       x[b] = level[byte & 3];
@@ -208,7 +209,6 @@ inline void unpack_row(const uint8_t* row, int quarter, const float* level, floa
       x[b + 3 * quarter] = level[byte >> 6];
     }
   } else {
-    const F l0 = set1(level[0]), l1 = set1(level[1]), l2 = set1(level[2]), l3 = set1(level[3]);
     for (int b = 0; b < quarter; b += W) {
       // The last vector of a row whose quarter is no multiple of W overlaps the one before.
       const int at = b + W <= quarter ? b : (quarter >= W ? quarter - W : 0);
@@ -220,42 +220,37 @@ inline void unpack_row(const uint8_t* row, int quarter, const float* level, floa
       }
       for (int f = 0; f < kCodesPerByte; f++) {
         const I code = (bytes >> (2 * f)) & 3;
-        const I odd = (code & 1) != 0, upper = code > 1;
-        store(x + f * quarter + at, upper ? (odd ? l3 : l2) : (odd ? l1 : l0));
+        store(x + f * quarter + at, __builtin_convertvector(code, F) - set1(kMidCode));
       }
     }
   }
 }
 
-/// One 2-bit row to float32. level[4] in units of step; x has room for W floats more than the row.
-inline void decode_row(const OscarSide& side, const uint8_t* row, const float* level, float* x) {
+/// One 2-bit row to float32. x has room for W floats more than the row.
+inline void decode_row(const OscarSide& side, const uint8_t* row, float* x) {
   const int quarter = side.head_dim / kCodesPerByte;
-  unpack_row(row, quarter, level, x);
+  unpack_row(row, quarter, x);
   const uint8_t* meta = row + quarter;
   for (int g = 0; g < side.head_dim; g += side.group_size, meta += kMetaBytes) {
-    const float centre = meta_to_float(load_u16(meta), side.meta_dtype);
-    const float step = meta_to_float(load_u16(meta + 2), side.meta_dtype);
+    const float centre = half_to_float(load_u16(meta));
+    const float step = half_to_float(load_u16(meta + 2));
     int c = g;
     for (; c + W <= g + side.group_size; c += W) store(x + c, set1(centre) + load(x + c) * set1(step));
     for (; c < g + side.group_size; c++) x[c] = centre + x[c] * step;
   }
 }
 
-const float kUniformLevels[kNumLevels] = {-1.5f, -0.5f, 0.5f, 1.5f};
-
 /// Any format, by decoding the tile to float32 in L2.
-void decoded_tile(const OscarLayer& layer, int head, const Tile& tile, const QueryRows& rows, const State& state) {
+void decoded_tile(const OscarLayer& layer, const Tile& tile, const QueryRows& rows, const State& state) {
   alignas(64) float k[kTile * kMaxDim + W], v[kTile * kMaxDim + W];
   int64_t k_offset[kTile], v_offset[kTile];
-  const float* k_level = layer.k.levels ? layer.k.levels + head * kNumLevels : kUniformLevels;
-  const float* v_level = layer.v.levels ? layer.v.levels + head * kNumLevels : kUniformLevels;
   for (int t = 0; t < kTile; t++) {
     int at = t < tile.count ? t : tile.count - 1;
     k_offset[t] = int64_t(at) * layer.k.head_dim * 4;
     v_offset[t] = int64_t(at) * layer.v.head_dim * 4;
     if (t >= tile.count) continue;
-    decode_row(layer.k, tile.k.base + tile.k.offset[t], k_level, k + t * layer.k.head_dim);
-    decode_row(layer.v, tile.v.base + tile.v.offset[t], v_level, v + t * layer.v.head_dim);
+    decode_row(layer.k, tile.k.base + tile.k.offset[t], k + t * layer.k.head_dim);
+    decode_row(layer.v, tile.v.base + tile.v.offset[t], v + t * layer.v.head_dim);
   }
   Tile decoded = tile;
   decoded.k = {reinterpret_cast<const uint8_t*>(k), k_offset};
@@ -265,17 +260,17 @@ void decoded_tile(const OscarLayer& layer, int head, const Tile& tile, const Que
 
 #if defined(OSCAR_INTEGER_DOTS)
 bool integer_dots_fit(const OscarLayer& layer);
-void packed_tile(const OscarLayer& layer, int head, const Tile& tile, const QueryRows& rows, const State& state);
+void packed_tile(const OscarLayer& layer, const Tile& tile, const QueryRows& rows, const State& state);
 #endif
 
-void attend_packed(const OscarLayer* layer, int head, const Tile* tile, const QueryRows* rows, const State* state) {
+void attend_packed(const OscarLayer* layer, const Tile* tile, const QueryRows* rows, const State* state) {
 #if defined(OSCAR_INTEGER_DOTS)
   if (integer_dots_fit(*layer)) {
-    packed_tile(*layer, head, *tile, *rows, *state);
+    packed_tile(*layer, *tile, *rows, *state);
     return;
   }
 #endif
-  decoded_tile(*layer, head, *tile, *rows, *state);
+  decoded_tile(*layer, *tile, *rows, *state);
   prefetch_rest(tile->ahead);
 }
 

@@ -224,7 +224,7 @@ void attend_range(const KernelTable& table, const OscarLayer& layer, const Sourc
       const QueryRows query_rows = rows(head);
       const State row_state = state(head);
       if (source.packed) {
-        table.attend->attend_packed(&layer, head, &tile, &query_rows, &row_state);
+        table.attend->attend_packed(&layer, &tile, &query_rows, &row_state);
       } else {
         table.attend->attend_wide(&layer, source.dtype, &tile, &query_rows, &row_state);
       }
@@ -238,12 +238,6 @@ void finish(const KernelTable& table, const OscarLayer& layer, int head, const f
   const int v_dim = layer.v.head_dim;
   table.attend->merge(&layer, parts, num_parts, part_stride, num_rows, layer.v.partner ? o : out);
   if (layer.v.partner) table.attend->matmul(o, num_rows, v_dim, layer.v.partner + size_t(head) * v_dim * v_dim, v_dim, out);
-  if (layer.v.mean) {
-    const double* mean = layer.v.mean + size_t(head) * v_dim;
-    for (int r = 0; r < num_rows; r++) {
-      for (int c = 0; c < v_dim; c++) out[size_t(r) * v_dim + c] += float(mean[c]);
-    }
-  }
 }
 
 /// Part of one sequence's keys.

@@ -64,7 +64,7 @@ inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], cons
         // rounding would meet codes 0..3 instead of levels around zero.
         const __m512 scale = _mm512_set1_ps(rows.scale[first + h]);
         const __m512 total = _mm512_set1_ps(rows.sums[(first + h) * kMaxGroups + g]);
-        const __m512 middle = _mm512_mul_ps(total, _mm512_set1_ps(-1.5f));
+        const __m512 middle = _mm512_mul_ps(total, _mm512_set1_ps(-kMidCode));
 #pragma GCC unroll 8
         for (int i = 0; i < 2; i++) {
           const int at = t + 16 * i;

@@ -4,15 +4,13 @@ constexpr int kMaxWords = kMaxDim / 16;  // 32-bit words of codes in a row
 
 inline __m512i field_mask() { return _mm512_set1_epi8(3); }
 
-inline __m512 meta_float(__m512i low16, int dtype) {
-  if (dtype == kBFloat16) return _mm512_castsi512_ps(_mm512_slli_epi32(low16, 16));
-  return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(low16));
-}
+/// float16 numbers in the low halves of 16 lanes.
+inline __m512 meta_float(__m512i low16) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(low16)); }
 
-/// The uniform grid, and groups that a lane never straddles.
+/// Groups that a lane never straddles.
 bool side_fits(const OscarSide& side) {
   const int quarter = side.head_dim / kCodesPerByte, groups = side.head_dim / side.group_size;
-  return side.levels == nullptr && side.head_dim % 16 == 0 && groups <= kMaxGroups &&
+  return side.head_dim % 16 == 0 && groups <= kMaxGroups &&
          (groups == 1 || (quarter % 16 == 0 && side.group_size % 16 == 0));
 }
 
@@ -52,10 +50,8 @@ inline void read_meta(const OscarSide& side, const TileRows& rows, int keys, Met
       const __m256i low_half = _mm256_inserti128_si256(_mm256_castsi128_si256(four[0]), four[1], 1);
       const __m256i high_half = _mm256_inserti128_si256(_mm256_castsi128_si256(four[2]), four[3], 1);
       const __m512i pair = join(low_half, high_half);
-      __m512i low = _mm512_and_si512(pair, _mm512_set1_epi32(0xffff));
-      const __m512 step = meta_float(_mm512_srli_epi32(pair, 16), side.meta_dtype);
-      _mm512_store_ps(&meta->centre[g][t], meta_float(low, side.meta_dtype));
-      _mm512_store_ps(&meta->step[g][t], step);
+      _mm512_store_ps(&meta->centre[g][t], meta_float(pair));
+      _mm512_store_ps(&meta->step[g][t], meta_float(_mm512_srli_epi32(pair, 16)));
     }
   }
 }

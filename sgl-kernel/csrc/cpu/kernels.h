@@ -52,7 +52,7 @@ static inline size_t oscar_table_entries(int dim) { return kFactorEntries + size
 ///             | acc      | m | pad | l lanes | r lanes of group 0 | r lanes of group 1 | ...
 ///
 /// acc: sums of weight times code, or of weight times value. r: of p * (centre - 1.5 * step), the same for all channels
-/// of a V group; of p * centre where levels are multiplied, not codes. Only kernels that do not decode first use it.
+/// of a V group; of p * centre where code - 1.5 is multiplied, not codes. Only kernels that do not decode first use it.
 struct State {
   float* data;
   int stride;  // floats between rows
@@ -100,8 +100,8 @@ struct Tile {
 };
 
 struct AttendTable {
-  /// Rows of 2-bit codes. `layer` for formats, `head` for level tables.
-  void (*attend_packed)(const OscarLayer* layer, int head, const Tile* tile, const QueryRows* rows, const State* state);
+  /// Rows of 2-bit codes.
+  void (*attend_packed)(const OscarLayer* layer, const Tile* tile, const QueryRows* rows, const State* state);
   /// Rows of bf16 or float32 numbers: windows, new tokens and the lossless format.
   void (*attend_wide)(const OscarLayer* layer, int dtype, const Tile* tile, const QueryRows* rows, const State* state);
   /// y[n, cols] = x[n, dim] @ matrix[dim, cols] in float32.

@@ -32,13 +32,10 @@ typedef struct {
   int32_t head_dim;         // elements in a row; a multiple of 16
   int32_t group_size;       // elements that share (centre, step); a multiple of 4 that divides head_dim
   int32_t row_kind;         // OscarRowKind
-  int32_t meta_dtype;       // kFloat16 or kBFloat16, type of centre and step
   int32_t transform_dtype;  // kFloat64 or kFloat32, type of `transform`
-  int32_t reserved;
   const void* transform;    // [num_kv_heads, head_dim, head_dim], x' = (x - mean) @ T; null: none
-  const double* mean;       // [num_kv_heads, head_dim] or null
+  const double* mean;       // [num_kv_heads, head_dim] or null; of K alone
   const float* clip_ratio;  // [num_kv_heads] in (0, 1]
-  const float* levels;      // [num_kv_heads, 4] in units of step, or null for the uniform grid
   const float* shaping;     // [num_kv_heads, head_dim, head_dim] strictly upper triangular, or null; see oscar/format/codec.py
   const float* partner;     // [num_kv_heads, head_dim, head_dim]: K side q' = q @ P, V side o = o' @ P; null: none
 } OscarSide;

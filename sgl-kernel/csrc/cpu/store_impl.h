@@ -94,8 +94,6 @@ inline uint16_t float_to_half(float x) {
 #endif
 }
 
-inline uint16_t float_to_meta(float x, int dtype) { return dtype == kBFloat16 ? float_to_bf16(x) : float_to_half(x); }
-
 /// Clip a row at the index-th smallest |x|, found bit by bit: the threshold is the largest value that at most `index` numbers
 /// are below. Sizes of floats order as their bits do.
 inline void clip_row(float* x, int dim, int index, bool sixteen_bits) {
@@ -139,13 +137,15 @@ inline void range_of(const float* x, int n, float* low, float* high) {
   *high = h;
 }
 
+constexpr float kLargestHalf = 65504.0f, kSmallestHalf = 6.103515625e-5f;  // normal float16 numbers: the latter is 2^-14
+
 /// NaN counts as 0 and +-inf as the largest finite number of the metadata. Returns whether there were any.
-inline bool replace_special(float* x, int dim, float limit) {
+inline bool replace_special(float* x, int dim) {
   int special = 0;
   for (int c = 0; c < dim; c++) special |= (float_bits(x[c]) & 0x7f800000) == 0x7f800000;
   if (special) {
     for (int c = 0; c < dim; c++) {
-      x[c] = x[c] == x[c] ? (x[c] > 3.4028235e38f ? limit : x[c] < -3.4028235e38f ? -limit : x[c]) : 0.0f;
+      x[c] = x[c] == x[c] ? (x[c] > 3.4028235e38f ? kLargestHalf : x[c] < -3.4028235e38f ? -kLargestHalf : x[c]) : 0.0f;
     }
   }
   return special;
@@ -157,22 +157,21 @@ struct Grid {
 };
 
 /// Grid of a clipped group; its (centre, step) pair goes to `meta`.
-inline void make_grid(const float* x, int n, const float* level, int meta_dtype, float limit, float tiny, uint8_t* meta,
-                      Grid* grid) {
+inline void make_grid(const float* x, int n, uint8_t* meta, Grid* grid) {
   float low, high;
   range_of(x, n, &low, &high);
   float centre = (high + low) * 0.5f;
-  centre = centre > limit ? limit : centre < -limit ? -limit : centre;
+  centre = centre > kLargestHalf ? kLargestHalf : centre < -kLargestHalf ? -kLargestHalf : centre;
   float step = (high - low) * bits_float(kOneThirdBits);
-  step = step > limit ? limit : step;
-  if (step < tiny) step = step < 0.5f * tiny ? 0.0f : tiny;
-  const uint16_t centre16 = float_to_meta(centre, meta_dtype), step16 = float_to_meta(step, meta_dtype);
+  step = step > kLargestHalf ? kLargestHalf : step;
+  if (step < kSmallestHalf) step = step < 0.5f * kSmallestHalf ? 0.0f : kSmallestHalf;
+  const uint16_t centre16 = float_to_half(centre), step16 = float_to_half(step);
   __builtin_memcpy(meta, &centre16, 2);
   __builtin_memcpy(meta + 2, &step16, 2);
-  centre = meta_to_float(centre16, meta_dtype);
-  step = meta_to_float(step16, meta_dtype);
-  for (int i = 0; i < kNumLevels; i++) grid->level[i] = centre + level[i] * step;
-  for (int i = 0; i < kNumLevels - 1; i++) grid->bound[i] = centre + (level[i + 1] + level[i]) * 0.5f * step;
+  centre = half_to_float(centre16);
+  step = half_to_float(step16);
+  for (int i = 0; i < kNumLevels; i++) grid->level[i] = centre + (i - kMidCode) * step;
+  for (int i = 0; i < kNumLevels - 1; i++) grid->bound[i] = centre + (i + 0.5f - kMidCode) * step;
 }
 
 inline int code_of(float x, const Grid& grid) { return (x > grid.bound[0]) + (x > grid.bound[1]) + (x > grid.bound[2]); }
@@ -218,22 +217,17 @@ inline void shaped_codes(const float (*x)[kMaxDim], const Grid (*grid)[kMaxDim /
 
 /// `n` rows, at most kTokenBlock, float32 in, row_bytes out to packed[i]; x is clipped in place.
 inline void encode_rows(const OscarSide& side, int head, float (*x)[kMaxDim], int n, bool sixteen_bits, uint8_t* const* packed) {
-  static const float kUniform[kNumLevels] = {-1.5f, -0.5f, 0.5f, 1.5f};
   const int dim = side.head_dim, quarter = dim / kCodesPerByte, size = side.group_size;
-  const bool wide_range = side.meta_dtype == kBFloat16;
-  const float limit = wide_range ? bits_float(0x7f7f0000) : 65504.0f;
-  const float tiny = bits_float(wide_range ? 0x00800000 : 0x38800000);
   const double rank = double(side.clip_ratio[head]) * dim;
-  const float* level = side.levels ? side.levels + head * kNumLevels : kUniform;
   alignas(64) uint8_t code[kTokenBlock][kMaxDim];
   alignas(64) float whole[kTokenBlock][kMaxDim];
   Grid grid[kTokenBlock][kMaxDim / kCodesPerByte];
   for (int i = 0; i < n; i++) {
-    const bool special = replace_special(x[i], dim, limit);
+    const bool special = replace_special(x[i], dim);
     if (side.shaping) __builtin_memcpy(whole[i], x[i], size_t(dim) * 4);
     clip_row(x[i], dim, rank < dim - 1 ? int(rank) : dim - 1, sixteen_bits && !special);
     for (int g = 0; g < dim / size; g++) {
-      make_grid(x[i] + g * size, size, level, side.meta_dtype, limit, tiny, packed[i] + quarter + g * kMetaBytes, &grid[i][g]);
+      make_grid(x[i] + g * size, size, packed[i] + quarter + g * kMetaBytes, &grid[i][g]);
     }
   }
   if (side.shaping) {

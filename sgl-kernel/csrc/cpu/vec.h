@@ -116,8 +116,6 @@ inline float half_to_float(uint16_t x) {
 #endif
 }
 
-inline float meta_to_float(uint16_t x, int dtype) { return dtype == kBFloat16 ? bf16_to_float(x) : half_to_float(x); }
-
 inline uint16_t load_u16(const uint8_t* p) {
   uint16_t x;
   __builtin_memcpy(&x, p, 2);

@@ -42,13 +42,10 @@ Side = _structure(
     head_dim=c_int32,
     group_size=c_int32,
     row_kind=c_int32,
-    meta_dtype=c_int32,
     transform_dtype=c_int32,
-    reserved=c_int32,
     transform=c_void_p,
     mean=c_void_p,
     clip_ratio=c_void_p,
-    levels=c_void_p,
     shaping=c_void_p,
     partner=c_void_p,
 )
@@ -212,6 +209,10 @@ def obstacle(codec: LayerCodec, cache: LayerCache, *tensors: Tensor) -> str | No
         return "K and V must have the same kind of row"
     if not isinstance(codec.k_format, RowFormat) and ROW_DTYPES[codec.k_format.dtype] != codec.window_dtype:
         return f"rows of plain numbers must have the windows' type {codec.window_dtype}, got {codec.k_format.dtype}"
+    if codec.k_levels is not None or codec.v_levels is not None or codec.v_mean is not None:
+        return "it takes neither level tables nor a mean of values"
+    if any(isinstance(f, RowFormat) and f.meta_dtype != "float16" for f in (codec.k_format, codec.v_format)):
+        return "centre and step must be float16"
     if any(t.dtype not in DTYPES for t in tensors):
         return f"it takes float32, bfloat16 and float16, got {', '.join(str(t.dtype) for t in tensors)}"
     if codec.window_dtype not in (torch.bfloat16, torch.float32):
@@ -241,16 +242,14 @@ def _prepared(codec: LayerCodec) -> _Prepared:
         keep.append(tensor.to(dtype).contiguous())
         return keep[-1].data_ptr()
 
-    def side(fmt, transform, mean, clip, levels, shaping, partner) -> ctypes.Structure:
+    def side(fmt, transform, mean, clip, shaping, partner) -> ctypes.Structure:
         packed = isinstance(fmt, RowFormat)
         made = Side(
             head_dim=fmt.head_dim,
             group_size=fmt.group_size if packed else fmt.head_dim,
             row_kind=PACKED if packed else WIDE,
-            meta_dtype=BFLOAT16 if packed and fmt.meta_dtype == "bfloat16" else FLOAT16,
             mean=pointer(mean, torch.float64),
             clip_ratio=pointer(clip, torch.float32),
-            levels=pointer(levels, torch.float32) if packed else None,
             shaping=pointer(shaping, torch.float32) if packed else None,
             partner=pointer(partner, torch.float32),
         )
@@ -260,10 +259,10 @@ def _prepared(codec: LayerCodec) -> _Prepared:
         made.transform = pointer(transform, torch.float32 if exact else torch.float64)
         return made
 
-    c, v_mean = codec, codec.v_mean if codec.v_transform is not None else None
+    c = codec
     codec._cpu = _Prepared(
-        side(c.k_format, c.k_transform, c.k_mean, c.k_clip, c.k_levels, c.k_shaping, c.q_transform),
-        side(c.v_format, c.v_transform, v_mean, c.v_clip, c.v_levels, c.v_shaping, c.v_inverse),
+        side(c.k_format, c.k_transform, c.k_mean, c.k_clip, c.k_shaping, c.q_transform),
+        side(c.v_format, c.v_transform, None, c.v_clip, c.v_shaping, c.v_inverse),
         keep,
     )
     return codec._cpu
