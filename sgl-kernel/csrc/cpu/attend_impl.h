@@ -16,14 +16,15 @@ struct Bf16Rows {
 inline __attribute__((always_inline)) void next_row(Ahead* ahead) {
   if (ahead->token >= ahead->last) {
     ahead->step = 0;
-    ahead->at = ahead->k_base;
+    ahead->at = ahead->k.base;
     ahead->end = ahead->at + 1;
     return;
   }
   const bool value = ahead->value;
-  const uint8_t* row = value ? ahead->v_base + ahead->v_offset[ahead->token] : ahead->k_base + ahead->k_offset[ahead->token];
+  const Ahead::Side& side = value ? ahead->v : ahead->k;
+  const uint8_t* row = side.base + side.offset[ahead->token];
   ahead->at = reinterpret_cast<const uint8_t*>(reinterpret_cast<uintptr_t>(row) & ~uintptr_t(63));
-  ahead->end = row + (value ? ahead->v_bytes : ahead->k_bytes);
+  ahead->end = row + side.bytes;
   ahead->step = 64;
   ahead->token += value;
   ahead->value = !value;

@@ -70,23 +70,25 @@ struct RowBuffers {
   }
 };
 
-/// Transform, scale and quantise query tokens [first, first + count) of one KV head: rows token-major, then the group's heads.
-/// `raw` holds count * group * head_dim floats.
+/// Transform, scale and quantise query tokens [first, first + count) of one KV head: rows token-major, then its query heads.
+/// `raw` holds count * kv_group_num * head_dim floats.
 void prepare(const KernelTable& table, const OscarLayer& layer, const OscarAttend& args, int head, int64_t first, int64_t count,
              float* raw, const RowBuffers& rows, int row) {
-  const int dim = layer.k.head_dim, group = layer.group, element = args.q_dtype == kFloat32 ? 4 : 2;
+  const int dim = layer.k.head_dim, kv_group_num = layer.kv_group_num, element = args.q.dtype == kFloat32 ? 4 : 2;
   const float scale = args.logit_cap > 0 ? args.sm_scale / args.logit_cap : args.sm_scale * float(M_LOG2E);
   float* q = rows.q + size_t(row) * dim;
-  float* target = layer.k.partner ? raw : q;
+  float* target = layer.k.read_transform ? raw : q;
   for (int64_t t = 0; t < count; t++) {
-    for (int g = 0; g < group; g++) {
-      const int64_t at = (first + t) * args.q_token_stride + (int64_t(head) * group + g) * args.q_head_stride;
-      const char* row_of_q = static_cast<const char*>(args.q) + at * element;
-      table.attend->to_float(row_of_q, args.q_dtype, dim, target + (t * group + g) * dim);
+    for (int h = 0; h < kv_group_num; h++) {
+      const int64_t at = (first + t) * args.q.token_stride + (int64_t(head) * kv_group_num + h) * args.q.head_stride;
+      const char* row_of_q = static_cast<const char*>(args.q.data) + at * element;
+      table.attend->to_float(row_of_q, args.q.dtype, dim, target + (t * kv_group_num + h) * dim);
     }
   }
-  const int num_rows = int(count) * group;
-  if (layer.k.partner) table.attend->matmul(raw, num_rows, dim, layer.k.partner + size_t(head) * dim * dim, dim, q);
+  const int num_rows = int(count) * kv_group_num;
+  if (layer.k.read_transform) {
+    table.attend->matmul(raw, num_rows, dim, layer.k.read_transform + size_t(head) * dim * dim, dim, q);
+  }
   for (size_t i = 0; i < size_t(num_rows) * dim; i++) q[i] *= scale;
   if (layer.k.row_kind == kPacked) {
     for (int r = 0; r < num_rows; r += rows.view_rows) {
@@ -116,16 +118,17 @@ bool looks_up(const KernelTable& table, const OscarLayer& layer, int num_rows) {
 /// Offsets of one tile's keys; entries beyond `count` repeat the last one.
 struct Offsets {
   int64_t k[kLookUpTile], v[kLookUpTile];
+};
 
-  void fill(const int32_t* index, int count, int keys, int64_t k_stride, int64_t v_stride) {
-    for (int t = 0; t < count; t++) {
-      k[t] = index[t] * k_stride;
-      v[t] = index[t] * v_stride;
-    }
-    for (int t = count; t < keys; t++) {
-      k[t] = k[count - 1];
-      v[t] = v[count - 1];
-    }
+/// Where the rows of one side lie. Strides in bytes.
+struct SourceSide {
+  const uint8_t* base;
+  int64_t row_stride, head_stride;
+  int row_bytes;
+
+  void fill(const int32_t* index, int count, int keys, int64_t* offset) const {
+    for (int t = 0; t < count; t++) offset[t] = index[t] * row_stride;
+    for (int t = count; t < keys; t++) offset[t] = offset[count - 1];
   }
 };
 
@@ -134,32 +137,32 @@ struct Source {
   bool packed;
   int dtype;  // of wide rows
   const int32_t* indices;
-  const uint8_t *k, *v;
-  int64_t k_stride, v_stride, k_head, v_head;
-  int k_row, v_row;  // bytes of a row
+  SourceSide k, v;
 };
 
 void fetch_into_l2(const uint8_t* p, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
-int row_bytes(const OscarSide& side, int dtype) {
-  return side.row_kind == kPacked ? oscar_row_bytes(side.head_dim, side.group_size)
-                                  : side.head_dim * (dtype == kBFloat16 ? 2 : 4);
+int wide_bytes(const OscarSide& side, int dtype) { return side.head_dim * (dtype == kBFloat16 ? 2 : 4); }
+
+SourceSide pool_side(const OscarSide& side, int dtype) {
+  return {side.buffer, side.slot_stride, side.head_stride,
+          side.row_kind == kPacked ? oscar_row_bytes(side.head_dim, side.group_size) : wide_bytes(side, dtype)};
+}
+
+SourceSide window_side(const OscarSide& side, int dtype) {
+  return {side.window, side.window_row_stride, side.window_head_stride, wide_bytes(side, dtype)};
 }
 
 Source pool_source(const OscarLayer& layer, const OscarPlan& plan) {
-  return {layer.k.row_kind == kPacked, layer.window_dtype, plan.kv_indices, layer.k_buffer, layer.v_buffer,
-          layer.k_slot_stride, layer.v_slot_stride, layer.k_head_stride, layer.v_head_stride,
-          row_bytes(layer.k, layer.window_dtype), row_bytes(layer.v, layer.window_dtype)};
+  const int dtype = layer.window_dtype;
+  return {layer.k.row_kind == kPacked, dtype, plan.kv_indices, pool_side(layer.k, dtype), pool_side(layer.v, dtype)};
 }
 
 Source window_source(const OscarLayer& layer, const OscarPlan& plan) {
-  const int element = layer.window_dtype == kBFloat16 ? 2 : 4;
-  return {false, layer.window_dtype, plan.window_indices,
-          static_cast<const uint8_t*>(layer.k_window), static_cast<const uint8_t*>(layer.v_window),
-          layer.k_window_row_stride, layer.v_window_row_stride, layer.k_window_head_stride, layer.v_window_head_stride,
-          layer.k.head_dim * element, layer.v.head_dim * element};
+  const int dtype = layer.window_dtype;
+  return {false, dtype, plan.window_indices, window_side(layer.k, dtype), window_side(layer.v, dtype)};
 }
 
 /// Keys [begin, end) of a source, `keys` at a time, for heads [first_head, last_head); `rows(head)`, `state(head)` say whose.
@@ -168,18 +171,22 @@ void attend_range(const KernelTable& table, const OscarLayer& layer, const Sourc
                   int first_head, int last_head, int keys, RowsOf rows, StateOf state) {
   Offsets offsets[3];  // of a tile and the two after it, in turn
   const int heads = last_head - first_head;
-  const uint8_t *const k_base = source.k + first_head * source.k_head, *const v_base = source.v + first_head * source.v_head;
-  const int k_bytes = int((heads - 1) * source.k_head) + source.k_row;
-  const int v_bytes = int((heads - 1) * source.v_head) + source.v_row;
+  const auto slot_side = [&](const SourceSide& side) {
+    return Ahead::Side{side.base + first_head * side.head_stride, nullptr,
+                       int((heads - 1) * side.head_stride) + side.row_bytes};
+  };
+  Ahead::Side k_slots = slot_side(source.k), v_slots = slot_side(source.v);
   const auto count_at = [&](int64_t start) { return start >= end ? 0 : end - start < keys ? int(end - start) : keys; };
   const auto fill = [&](Offsets* to, int64_t start) {
-    if (start < end) to->fill(source.indices + start, count_at(start), keys, source.k_stride, source.v_stride);
+    if (start >= end) return;
+    source.k.fill(source.indices + start, count_at(start), keys, to->k);
+    source.v.fill(source.indices + start, count_at(start), keys, to->v);
   };
   fill(&offsets[0], begin);
   fill(&offsets[1], begin + keys);
   for (int t = 0; t < count_at(begin); t++) {  // no tile before has asked for the first one's rows
-    fetch_into_l2(k_base + offsets[0].k[t], k_bytes);
-    fetch_into_l2(v_base + offsets[0].v[t], v_bytes);
+    fetch_into_l2(k_slots.base + offsets[0].k[t], k_slots.bytes);
+    fetch_into_l2(v_slots.base + offsets[0].v[t], v_slots.bytes);
   }
   int now = 0;
   for (int64_t start = begin; start < end; start += keys, now = (now + 1) % 3) {
@@ -191,12 +198,10 @@ void attend_range(const KernelTable& table, const OscarLayer& layer, const Sourc
     // A tile ahead, in which the other heads have their turns. Of one head, that would be the next call.
     const Offsets& distant = heads > 1 ? after : second;
     Ahead ahead = {};
-    ahead.k_base = k_base;
-    ahead.v_base = v_base;
-    ahead.k_offset = after.k;
-    ahead.v_offset = after.v;
-    ahead.k_bytes = k_bytes;
-    ahead.v_bytes = v_bytes;
+    k_slots.offset = after.k;
+    v_slots.offset = after.v;
+    ahead.k = k_slots;
+    ahead.v = v_slots;
     TileRows next[2], later[2];
     Tile tile = {};
     tile.count = count_at(start);
@@ -205,22 +210,22 @@ void attend_range(const KernelTable& table, const OscarLayer& layer, const Sourc
     tile.later = later;
     for (int head = first_head; head < last_head; head++) {
       ahead.last = count_after * (head - first_head + 1) / heads;  // each head's work brings its share of the tokens
-      tile.k = {source.k + head * source.k_head, here.k};
-      tile.v = {source.v + head * source.v_head, here.v};
+      tile.k = {source.k.base + head * source.k.head_stride, here.k};
+      tile.v = {source.v.base + head * source.v.head_stride, here.v};
       // Heads' rows lie side by side. Where they are shorter than a line, their last bytes are in all of a slot's lines but,
       // at times, the first head's first one; and what lies before them in theirs is of the head before.
-      const int k_end = source.k_row - 1, v_end = source.v_row - 1;
+      const int k_end = source.k.row_bytes - 1, v_end = source.v.row_bytes - 1;
       if (head + 1 < last_head) {
-        next[0] = {tile.k.base + source.k_head + k_end, here.k};
-        next[1] = {tile.v.base + source.v_head + v_end, here.v};
+        next[0] = {tile.k.base + source.k.head_stride + k_end, here.k};
+        next[1] = {tile.v.base + source.v.head_stride + v_end, here.v};
       } else {
-        next[0] = {k_base + k_end, after.k};
-        next[1] = {v_base + v_end, after.v};
+        next[0] = {k_slots.base + k_end, after.k};
+        next[1] = {v_slots.base + v_end, after.v};
       }
       later[0] = {tile.k.base + (head > first_head ? k_end : 0), distant.k};
       // New lines are every other head's; of another head's values, those of K and V take turns.
       const int v_head = head > first_head ? head - 1 : last_head - 1;
-      later[1] = {source.v + v_head * source.v_head + (v_head > first_head ? v_end : 0), distant.v};
+      later[1] = {source.v.base + v_head * source.v.head_stride + (v_head > first_head ? v_end : 0), distant.v};
       const QueryRows query_rows = rows(head);
       const State row_state = state(head);
       if (source.packed) {
@@ -236,8 +241,10 @@ void attend_range(const KernelTable& table, const OscarLayer& layer, const Sourc
 void finish(const KernelTable& table, const OscarLayer& layer, int head, const float* parts, int num_parts, int64_t part_stride,
             int num_rows, float* o, float* out) {
   const int v_dim = layer.v.head_dim;
-  table.attend->merge(&layer, parts, num_parts, part_stride, num_rows, layer.v.partner ? o : out);
-  if (layer.v.partner) table.attend->matmul(o, num_rows, v_dim, layer.v.partner + size_t(head) * v_dim * v_dim, v_dim, out);
+  table.attend->merge(&layer, parts, num_parts, part_stride, num_rows, layer.v.read_transform ? o : out);
+  if (layer.v.read_transform) {
+    table.attend->matmul(o, num_rows, v_dim, layer.v.read_transform + size_t(head) * v_dim * v_dim, v_dim, out);
+  }
 }
 
 /// Part of one sequence's keys.
@@ -270,13 +277,13 @@ extern "C" int oscar_cpu_decode(const OscarLayer* layer, const OscarPlan* plan, 
   const KernelTable* table = oscar_pick(isa, &status);
   if (!table) return status;
   if (!oscar_dims_fit(layer)) return kBadShape;
-  const int bs = plan->bs, heads = layer->num_kv_heads, group = layer->group;
+  const int bs = plan->bs, heads = layer->num_kv_heads, kv_group_num = layer->kv_group_num;
   const int dim = layer->k.head_dim, v_dim = layer->v.head_dim, stride = oscar_state_stride(layer);
   if (bs == 0) return kOk;
 
   const int64_t cost = plan->kv_indptr[bs] + plan->window_indptr[bs] * kWindowShare;
   int threads = args->num_threads > 0 ? args->num_threads : 1;
-  if (cost * heads * group * (dim + v_dim) < kSmallWork) threads = 1;
+  if (cost * heads * kv_group_num * (dim + v_dim) < kSmallWork) threads = 1;
   int64_t chunk = round_up(cost / (int64_t(threads) * kTasksPerThread) + 1, kLookUpTile);
   if (threads == 1) chunk = round_up(cost + 1, kLookUpTile);
   if (chunk < kMinChunk) chunk = kMinChunk;
@@ -287,16 +294,16 @@ extern "C" int oscar_cpu_decode(const OscarLayer* layer, const OscarPlan* plan, 
     max_tasks += (plan->window_indptr[b + 1] - plan->window_indptr[b] + window_chunk - 1) / window_chunk;
   }
 
-  const size_t rows = size_t(bs) * group, head_rows = rows * heads, part = size_t(heads) * group * stride;
+  const size_t rows = size_t(bs) * kv_group_num, head_rows = rows * heads, part = size_t(heads) * kv_group_num * stride;
   Arena arena;
   RowBuffers queries = {};
-  queries.view_rows = group;
+  queries.view_rows = kv_group_num;
   float *raw, *parts, *outputs;
   std::atomic<int64_t>* left;  // tasks of each sequence that are not done
   Task* tasks;
   int64_t* first_task;
   arena.reserve(&queries.q, head_rows * dim);
-  const bool tables = looks_up(*table, *layer, group);
+  const bool tables = looks_up(*table, *layer, kv_group_num);
   if (tables) {
     arena.reserve(&queries.tables, size_t(bs) * heads * queries.table_entries(dim));
   } else {
@@ -342,20 +349,20 @@ extern "C" int oscar_cpu_decode(const OscarLayer* layer, const OscarPlan* plan, 
     for (int64_t i; (i = next_task.fetch_add(1)) < num_tasks;) {
       const Task& task = tasks[i];
       float* own = parts + part * i;
-      clear_state(own, heads * group, stride, v_dim);
+      clear_state(own, heads * kv_group_num, stride, v_dim);
       attend_range(
           *table, *layer, task.window ? windows : pool, task.begin, task.end, 0, heads,
           tables && !task.window ? kLookUpTile : kTile,
-          [&](int head) { return queries.view(int(rows * head + size_t(task.sequence) * group), group, dim, args->logit_cap); },
-          [&](int head) { return State{own + size_t(head) * group * stride, stride}; });
+          [&](int head) { return queries.view(int(rows * head + size_t(task.sequence) * kv_group_num), kv_group_num, dim, args->logit_cap); },
+          [&](int head) { return State{own + size_t(head) * kv_group_num * stride, stride}; });
       left[task.sequence].fetch_sub(1, std::memory_order_release);
     }
     for (int64_t i; (i = next_finish.fetch_add(1)) < int64_t(bs) * heads;) {
       const int b = int(i / heads), head = int(i % heads);
       wait_until([&] { return left[b].load(std::memory_order_acquire) == 0; });
-      finish(*table, *layer, head, parts + part * first_task[b] + size_t(head) * group * stride,
-             int(first_task[b + 1] - first_task[b]), int64_t(part), group, outputs + size_t(i) * group * v_dim,
-             args->out + size_t(i) * group * v_dim);
+      finish(*table, *layer, head, parts + part * first_task[b] + size_t(head) * kv_group_num * stride,
+             int(first_task[b + 1] - first_task[b]), int64_t(part), kv_group_num, outputs + size_t(i) * kv_group_num * v_dim,
+             args->out + size_t(i) * kv_group_num * v_dim);
     }
   }
   return kOk;
@@ -366,11 +373,11 @@ extern "C" int oscar_cpu_extend(const OscarLayer* layer, const OscarPlan* plan, 
   const KernelTable* table = oscar_pick(isa, &status);
   if (!table) return status;
   if (!oscar_dims_fit(layer)) return kBadShape;
-  const int bs = plan->bs, heads = layer->num_kv_heads, group = layer->group;
+  const int bs = plan->bs, heads = layer->num_kv_heads, kv_group_num = layer->kv_group_num;
   const int dim = layer->k.head_dim, v_dim = layer->v.head_dim, stride = oscar_state_stride(layer);
   const int threads = args->num_threads > 0 ? args->num_threads : 1;
-  const int64_t tokens = group < kQueryRows ? kQueryRows / group : 1;  // query tokens of a unit
-  const int num_rows = int(tokens) * group;
+  const int64_t tokens = kv_group_num < kQueryRows ? kQueryRows / kv_group_num : 1;  // query tokens of a unit
+  const int num_rows = int(tokens) * kv_group_num;
 
   struct Unit {
     int32_t sequence;
@@ -429,7 +436,7 @@ extern "C" int oscar_cpu_extend(const OscarLayer* layer, const OscarPlan* plan, 
       const int head = int(i % heads), b = unit.sequence;
       const int64_t count = unit.end - unit.begin;
       prepare(*table, *layer, *args, head, unit.begin, count, own_raw, queries, first_row);
-      const QueryRows rows = queries.view(first_row, int(count) * group, dim, args->logit_cap);
+      const QueryRows rows = queries.view(first_row, int(count) * kv_group_num, dim, args->logit_cap);
       const State state = {state_data, stride};
       clear_state(state_data, rows.num_rows, stride, v_dim);
       const auto rows_of = [&](int) { return rows; };
@@ -445,31 +452,29 @@ extern "C" int oscar_cpu_extend(const OscarLayer* layer, const OscarPlan* plan, 
         tile.count = int(unit.end - start < kTile ? unit.end - start : kTile);
         for (int t = 0; t < kTile; t++) {
           const int64_t at = start + (t < tile.count ? t : tile.count - 1);
-          offsets.k[t] = at * args->k_new_token_stride;
-          offsets.v[t] = at * args->v_new_token_stride;
+          offsets.k[t] = at * args->k_new.token_stride;
+          offsets.v[t] = at * args->v_new.token_stride;
         }
-        tile.k.base = static_cast<const uint8_t*>(args->k_new) + head * args->k_new_head_stride;
-        tile.v.base = static_cast<const uint8_t*>(args->v_new) + head * args->v_new_head_stride;
-        tile.k.offset = offsets.k;
-        tile.v.offset = offsets.v;
+        tile.k = {static_cast<const uint8_t*>(args->k_new.data) + head * args->k_new.head_stride, offsets.k};
+        tile.v = {static_cast<const uint8_t*>(args->v_new.data) + head * args->v_new.head_stride, offsets.v};
         Ahead nothing = {};
-        nothing.k_base = tile.k.base;
+        nothing.k.base = tile.k.base;
         tile.ahead = &nothing;
         if (start + tile.count - 1 > unit.begin) {  // some row must not see all of these keys
           for (int r = 0; r < rows.num_rows; r++) {
-            const int64_t seen = unit.begin + r / group + 1 - start;
+            const int64_t seen = unit.begin + r / kv_group_num + 1 - start;
             limit[r] = seen < 0 ? 0 : seen > kTile ? kTile : int32_t(seen);
           }
           tile.limit = limit;
         }
         table->attend->attend_wide(layer, layer->window_dtype, &tile, &rows, &state);
       }
-      // Rows are token-major, heads of the group within: out is [token, head, v_dim].
+      // Rows are token-major, heads of the kv_group_num within: out is [token, head, v_dim].
       float* merged = own_raw;
       finish(*table, *layer, head, state_data, 1, 0, rows.num_rows, own_o, merged);
       for (int64_t t = 0; t < count; t++) {
-        memcpy(args->out + ((unit.begin + t) * heads + head) * group * v_dim, merged + t * group * v_dim,
-               size_t(group) * v_dim * sizeof(float));
+        memcpy(args->out + ((unit.begin + t) * heads + head) * kv_group_num * v_dim, merged + t * kv_group_num * v_dim,
+               size_t(kv_group_num) * v_dim * sizeof(float));
       }
     }
   }

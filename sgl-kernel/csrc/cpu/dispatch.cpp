@@ -73,7 +73,7 @@ bool agrees_with_avx512(const AttendTable& table) {
   const AttendTable* const tables[2] = {&kAttendAvx512, &table};
   for (int i = 0; i < 2; i++) {
     Ahead nothing = {};
-    nothing.k_base = reinterpret_cast<const uint8_t*>(k);
+    nothing.k.base = reinterpret_cast<const uint8_t*>(k);
     Tile tile = {};
     tile.count = kTile - 3;
     tile.k = {reinterpret_cast<const uint8_t*>(k), offset};
@@ -190,7 +190,8 @@ extern "C" int oscar_codec_constants(int64_t* out, int capacity) {
 }
 
 extern "C" int oscar_cpu_struct_sizes(int64_t* out, int capacity) {
-  const int64_t values[] = {sizeof(OscarSide), sizeof(OscarLayer), sizeof(OscarPlan), sizeof(OscarAttend), sizeof(OscarStore)};
+  const int64_t values[] = {sizeof(OscarSide), sizeof(OscarLayer), sizeof(OscarPlan),
+                            sizeof(OscarRows), sizeof(OscarAttend), sizeof(OscarStore)};
   constexpr int count = sizeof(values) / sizeof(values[0]);
   for (int i = 0; i < count && i < capacity; i++) out[i] = values[i];
   return count;

@@ -73,13 +73,16 @@ static inline int oscar_state_stride(const OscarLayer* layer) {
 
 /// Lines to bring near while others are computed: a few tokens' slots of the next tile, K and V in turn.
 struct Ahead {
-  const uint8_t *at, *end;         // lines left of the row at hand
-  int step;                        // 64; 0 when all is done, to ask for the same line again
-  const uint8_t *k_base, *v_base;  // of the first head
-  const int64_t *k_offset, *v_offset;
-  int token, last;                 // tokens left: [token, last)
-  int k_bytes, v_bytes;            // of a slot, all heads that are read
-  bool value;                      // whether the next row is of V
+  struct Side {
+    const uint8_t* base;  // of the first head
+    const int64_t* offset;
+    int bytes;  // of a slot, all heads that are read
+  };
+  const uint8_t *at, *end;  // lines left of the row at hand
+  int step;                 // 64; 0 when all is done, to ask for the same line again
+  Side k, v;
+  int token, last;  // tokens left: [token, last)
+  bool value;       // whether the next row is of V
 };
 
 /// Rows of one side of a tile. A row is at base plus its offset, in bytes: bases change with the head, offsets are the slots'.

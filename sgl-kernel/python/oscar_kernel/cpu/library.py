@@ -47,29 +47,16 @@ Side = _structure(
     mean=c_void_p,
     clip_ratio=c_void_p,
     shaping=c_void_p,
-    partner=c_void_p,
+    read_transform=c_void_p,
+    buffer=c_void_p,
+    slot_stride=c_int64,
+    head_stride=c_int64,
+    window=c_void_p,
+    window_row_stride=c_int64,
+    window_head_stride=c_int64,
 )
-Layer = _structure(
-    "Layer",
-    num_kv_heads=c_int32,
-    group=c_int32,
-    window_dtype=c_int32,
-    reserved=c_int32,
-    k=Side,
-    v=Side,
-    k_buffer=c_void_p,
-    v_buffer=c_void_p,
-    k_slot_stride=c_int64,
-    k_head_stride=c_int64,
-    v_slot_stride=c_int64,
-    v_head_stride=c_int64,
-    k_window=c_void_p,
-    v_window=c_void_p,
-    k_window_row_stride=c_int64,
-    k_window_head_stride=c_int64,
-    v_window_row_stride=c_int64,
-    v_window_head_stride=c_int64,
-)
+Layer = _structure("Layer", num_kv_heads=c_int32, kv_group_num=c_int32, window_dtype=c_int32, reserved=c_int32, k=Side, v=Side)
+Rows = _structure("Rows", data=c_void_p, dtype=c_int32, reserved=c_int32, token_stride=c_int64, head_stride=c_int64)
 Plan = _structure(
     "Plan",
     bs=c_int32,
@@ -81,38 +68,26 @@ Plan = _structure(
 )
 Attend = _structure(
     "Attend",
-    q=c_void_p,
-    q_dtype=c_int32,
-    num_threads=c_int32,
-    q_token_stride=c_int64,
-    q_head_stride=c_int64,
+    q=Rows,
+    k_new=Rows,
+    v_new=Rows,
+    qo_indptr=c_void_p,
     out=c_void_p,
     sm_scale=c_float,
     logit_cap=c_float,
-    qo_indptr=c_void_p,
-    k_new=c_void_p,
-    v_new=c_void_p,
-    k_new_token_stride=c_int64,
-    k_new_head_stride=c_int64,
-    v_new_token_stride=c_int64,
-    v_new_head_stride=c_int64,
+    num_threads=c_int32,
+    reserved=c_int32,
 )
 Store = _structure(
     "Store",
-    k=c_void_p,
-    v=c_void_p,
-    k_dtype=c_int32,
-    v_dtype=c_int32,
-    k_token_stride=c_int64,
-    k_head_stride=c_int64,
-    v_token_stride=c_int64,
-    v_head_stride=c_int64,
+    k=Rows,
+    v=Rows,
     num_tokens=c_int64,
     loc=c_void_p,
     window_rows=c_void_p,
+    no_row=c_int64,
     k_out=c_void_p,
     v_out=c_void_p,
-    no_row=c_int64,
     num_threads=c_int32,
     reserved=c_int32,
 )
@@ -138,7 +113,7 @@ def library() -> ctypes.CDLL | None:
     lib.oscar_cpu_compact.restype = None
     lib.oscar_cpu_compact.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
     sizes = _numbers(lib.oscar_cpu_struct_sizes)
-    if sizes != [ctypes.sizeof(s) for s in (Side, Layer, Plan, Attend, Store)]:
+    if sizes != [ctypes.sizeof(s) for s in (Side, Layer, Plan, Rows, Attend, Store)]:
         raise RuntimeError(f"{LIBRARY.name} was built from other sources than this package: structures {sizes}; build it again")
     isa = lib.oscar_cpu_default_isa().decode()
     if lib.oscar_cpu_isa_supported(isa.encode()) != 1:
@@ -242,7 +217,7 @@ def _prepared(codec: LayerCodec) -> _Prepared:
         keep.append(tensor.to(dtype).contiguous())
         return keep[-1].data_ptr()
 
-    def side(fmt, transform, mean, clip, shaping, partner) -> ctypes.Structure:
+    def side(fmt, transform, mean, clip, shaping, read_transform) -> ctypes.Structure:
         packed = isinstance(fmt, RowFormat)
         made = Side(
             head_dim=fmt.head_dim,
@@ -251,7 +226,7 @@ def _prepared(codec: LayerCodec) -> _Prepared:
             mean=pointer(mean, torch.float64),
             clip_ratio=pointer(clip, torch.float32),
             shaping=pointer(shaping, torch.float32) if packed else None,
-            partner=pointer(partner, torch.float32),
+            read_transform=pointer(read_transform, torch.float32),
         )
         # An artifact keeps its transforms in float32. Where they are still exact in it, half the bytes are read per token.
         exact = transform is not None and torch.equal(transform.float().double(), transform.double())
@@ -299,30 +274,19 @@ def _tensors(cache: LayerCache) -> tuple[Tensor, ...]:
 
 def _new_layer(cache: LayerCache, codec: LayerCodec, group: int) -> ctypes.Structure:
     prepared = _prepared(codec)
-    k_buffer, v_buffer, k_window, v_window = cache.k_buffer, cache.v_buffer, cache.k_window, cache.v_window
-    element = k_window.element_size()
-    (k_slot, k_head, _), (v_slot, v_head, _) = k_buffer.stride(), v_buffer.stride()
-    (k_row, k_row_head, _), (v_row, v_row_head, _) = k_window.stride(), v_window.stride()
-    return Layer(
-        k_buffer.shape[1],
-        group,
-        DTYPES[codec.window_dtype],
-        0,
-        prepared.k,
-        prepared.v,
-        k_buffer.data_ptr(),
-        v_buffer.data_ptr(),
-        k_slot,
-        k_head,
-        v_slot,
-        v_head,
-        k_window.data_ptr(),
-        v_window.data_ptr(),
-        k_row * element,
-        k_row_head * element,
-        v_row * element,
-        v_row_head * element,
-    )
+    k = _with_storage(prepared.k, cache.k_buffer, cache.k_window)
+    v = _with_storage(prepared.v, cache.v_buffer, cache.v_window)
+    return Layer(cache.k_buffer.shape[1], group, DTYPES[codec.window_dtype], 0, k, v)
+
+
+def _with_storage(side: ctypes.Structure, buffer: Tensor, window: Tensor) -> ctypes.Structure:
+    """A copy of a codec's side that points to a layer's storage, strides in bytes."""
+    made = Side.from_buffer_copy(side)
+    made.buffer, made.slot_stride, made.head_stride = buffer.data_ptr(), buffer.stride(0), buffer.stride(1)
+    element = window.element_size()
+    made.window = window.data_ptr()
+    made.window_row_stride, made.window_head_stride = window.stride(0) * element, window.stride(1) * element
+    return made
 
 
 def _compact(indices: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -375,20 +339,14 @@ def store_kv(
     v_out = torch.empty(v.shape, dtype=codec.window_dtype)
     layer = _layer(cache, codec, 1)
     args = Store(
-        k.data_ptr(),
-        v.data_ptr(),
-        DTYPES[k.dtype],
-        DTYPES[v.dtype],
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
+        Rows(k.data_ptr(), DTYPES[k.dtype], 0, k.stride(0), k.stride(1)),
+        Rows(v.data_ptr(), DTYPES[v.dtype], 0, v.stride(0), v.stride(1)),
         k.shape[0],
         loc.data_ptr(),
         window_rows.data_ptr(),
+        cache.k_window.shape[0] - 1,
         k_out.data_ptr(),
         v_out.data_ptr(),
-        cache.k_window.shape[0] - 1,
         torch.get_num_threads(),
     )
     _check(library().oscar_cpu_store(ctypes.byref(layer), ctypes.byref(args), _isa(isa)), isa)
@@ -400,14 +358,11 @@ def _attend(q: Tensor, cache: LayerCache, codec: LayerCodec, sm_scale: float, lo
     num_kv_heads = cache.k_buffer.shape[1]
     out = torch.empty(q.shape[0], q.shape[1], codec.v_format.head_dim)
     args = Attend(
-        q.data_ptr(),
-        DTYPES[q.dtype],
-        torch.get_num_threads(),
-        q.stride(0),
-        q.stride(1),
-        out.data_ptr(),
-        sm_scale,
-        logit_cap,
+        q=Rows(q.data_ptr(), DTYPES[q.dtype], 0, q.stride(0), q.stride(1)),
+        out=out.data_ptr(),
+        sm_scale=sm_scale,
+        logit_cap=logit_cap,
+        num_threads=torch.get_num_threads(),
     )
     return q, _layer(cache, codec, q.shape[1] // num_kv_heads), args, out
 
@@ -440,9 +395,9 @@ def extend_attention(
     indptr = (c_int64 * len(qo_indptr))(*qo_indptr)
     element = k_new.element_size()
     args.qo_indptr = ctypes.addressof(indptr)
-    args.k_new, args.v_new = k_new.data_ptr(), v_new.data_ptr()
-    args.k_new_token_stride, args.k_new_head_stride = k_new.stride(0) * element, k_new.stride(1) * element
-    args.v_new_token_stride, args.v_new_head_stride = v_new.stride(0) * element, v_new.stride(1) * element
+    args.k_new, args.v_new = (
+        Rows(x.data_ptr(), DTYPES[x.dtype], 0, x.stride(0) * element, x.stride(1) * element) for x in (k_new, v_new)
+    )
     status = library().oscar_cpu_extend(ctypes.byref(layer), ctypes.byref(_plan(plan)), ctypes.byref(args), _isa(isa))
     _check(status, isa)
     return out
