@@ -136,7 +136,7 @@ void attend_blocks(const OscarLayer& layer, const Tile& tile, const QueryRows& r
   alignas(64) float logits[kBlock][kTile];
   Split weights[kTile / kStep];
   Tiles tiles;
-  Prefetcher prefetcher(tile.ahead);
+  Prefetcher prefetcher(tile.next_lines);
   for (int first = 0; first < rows.num_rows; first += kBlock) {
     const int count = rows.num_rows - first < kBlock ? rows.num_rows - first : kBlock;
     if (first == 0 || count < kBlock) tiles.configure(count);
@@ -189,7 +189,7 @@ void packed_tile(const OscarLayer& layer, const Tile& tile, const QueryRows& row
   read_affine(layer.v, tile.v, &v_affine);
   attend_blocks(layer, tile, rows, state, {layer.k.group_size, layer.k.head_dim / layer.k.group_size, &k_affine, keys},
                 {layer.v.group_size, layer.v.head_dim / layer.v.group_size, &v_affine, values});
-  prefetch_rest(tile.ahead);
+  prefetch_rest(tile.next_lines);
 }
 
 void attend_wide_tiles(const OscarLayer* layer, int dtype, const Tile* tile, const QueryRows* rows, const State* state) {
@@ -202,7 +202,7 @@ void attend_wide_tiles(const OscarLayer* layer, int dtype, const Tile* tile, con
   pack_keys(tile->k, dim, dim, keys);
   pack_values(tile->v, v_dim, values);
   attend_blocks(*layer, *tile, *rows, *state, {dim, 1, nullptr, keys}, {v_dim, 1, nullptr, values});
-  prefetch_rest(tile->ahead);
+  prefetch_rest(tile->next_lines);
 }
 
 /// Limbs are for what goes to the AVX-512 kernels.

@@ -114,7 +114,7 @@ inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], cons
                      const QueryRows& rows, int first, const Tile& tile, float (*logits)[kTile]) {
   const int dim = side.head_dim, quarter = dim / kCodesPerByte;
   const float* q = rows.q + size_t(first) * dim;
-  Prefetcher prefetcher(tile.ahead);
+  Prefetcher prefetcher(tile.next_lines);
   for (int t = 0; t < tile.count; t += NV * W) {
     for (int g = 0, channel = 0; channel < dim; g++) {
       const int end = channel + side.group_size;
@@ -261,7 +261,7 @@ void attend_codes(const OscarLayer* layer, const Tile* tile, const QueryRows* ro
       default: code_rows<4>(*layer, *tile, *rows, first, *state, x);
     }
   }
-  prefetch_rest(tile->ahead);
+  prefetch_rest(tile->next_lines);
 }
 
 }  // namespace

@@ -119,7 +119,7 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
   };
   alignas(64) float largest[NH][16];
   constexpr int kFetched = kFetch ? kKeys / (NH * kVectors) : 0;
-  Fetcher<kL2> later_v(tile.later[1]);
+  Fetcher<kL2> later_v(tile.to_l2->v);
   // Rolled: unrolled, a tile's code begins to outgrow the processor's cache of decoded instructions.
 #pragma GCC unroll 1
   for (int h = 0; h < NH; h++) {
@@ -195,9 +195,9 @@ __attribute__((noinline)) void value_dots(const OscarSide& side, const uint8_t (
                                           int num_quads, const Tile& tile) {
   constexpr int kFetched = kFetch ? 32 / kQuarter : 0;  // keys a quad: all of a tile's, or none
   const int quarter = kQuarter ? kQuarter : side.head_dim / kCodesPerByte;
-  Prefetcher prefetcher(tile.ahead);
-  Fetcher<kL1> next_k(tile.next[0]), next_v(tile.next[1]);
-  Fetcher<kL2> later_k(tile.later[0]);
+  Prefetcher prefetcher(tile.next_lines);
+  Fetcher<kL1> next_k(tile.to_l1->k), next_v(tile.to_l1->v);
+  Fetcher<kL2> later_k(tile.to_l2->k);
   for (int z = 0; z * 16 < quarter; z++) {
     const int lanes = quarter - 16 * z < 16 ? quarter - 16 * z : 16;
     const __mmask16 mask = __mmask16((1u << lanes) - 1);
@@ -275,7 +275,7 @@ inline void packed_rows(const OscarLayer& layer, const Tile& tile, const QueryRo
   if constexpr (kKeys == kLookUpTile) {
     key_lookups<NH, kQuarter / 2>(layer.k.head_dim, x.words16, x.k_meta, rows, first, logits);
   } else {
-    key_dots<NH>(layer.k, x.words32, x.k_meta, rows, first, tile.ahead, logits);
+    key_dots<NH>(layer.k, x.words32, x.k_meta, rows, first, tile.next_lines, logits);
   }
   const int v_dim = layer.v.head_dim, groups = v_dim / layer.v.group_size;
   float alpha[4];
@@ -331,7 +331,7 @@ void packed_tile(const OscarLayer& layer, const Tile& tile, const QueryRows& row
     } else {
       packed_keys<kTile, 0>(layer, tile, rows, state);
     }
-    prefetch_rest(tile.ahead);
+    prefetch_rest(tile.next_lines);
   }
 }
 

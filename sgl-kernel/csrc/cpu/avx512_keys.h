@@ -26,10 +26,10 @@ inline __m512i broadcast_word(const void* p) {
 /// logits[h][t] of NH rows over a tile of kTile keys.
 template <int NH>
 inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], const Meta& meta, const QueryRows& rows, int first,
-                     Ahead* ahead, float (*logits)[kLookUpTile]) {
+                     NextTileLines* lines, float (*logits)[kLookUpTile]) {
   const int dim = side.head_dim, quarter = dim / kCodesPerByte, group_size = side.group_size;
   const int8_t* limbs = rows.limbs + size_t(first) * dim * 2;
-  Prefetcher prefetcher(ahead);
+  Prefetcher prefetcher(lines);
   for (int t = 0; t < kTile; t += 32) {
     for (int g = 0, channel = 0; channel < dim; g++) {
       const int end = channel + group_size;

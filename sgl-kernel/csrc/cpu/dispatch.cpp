@@ -72,13 +72,13 @@ bool agrees_with_avx512(const AttendTable& table) {
   const QueryRows rows = {kRows, kDim, q[0], nullptr, nullptr, nullptr, 0};
   const AttendTable* const tables[2] = {&kAttendAvx512, &table};
   for (int i = 0; i < 2; i++) {
-    Ahead nothing = {};
+    NextTileLines nothing = {};
     nothing.k.base = reinterpret_cast<const uint8_t*>(k);
     Tile tile = {};
     tile.count = kTile - 3;
     tile.k = {reinterpret_cast<const uint8_t*>(k), offset};
     tile.v = {reinterpret_cast<const uint8_t*>(v), offset};
-    tile.ahead = &nothing;
+    tile.next_lines = &nothing;
     const State state = {states[i][0], kStride};
     for (int again = 0; again < 2; again++) tables[i]->attend_wide(&layer, kBFloat16, &tile, &rows, &state);
   }
