@@ -1,4 +1,5 @@
-// The 2-bit row format for C++ and CUDA. `oscar/format/codec.py` defines it; a test compares every constant below with that module.
+// The 2-bit row format for C++ and CUDA. `oscar/format/codec.py` defines it. A test compares the integers below with that
+// module; the tests of bytes compare the rest.
 //
 //     byte   0                          31 32      33 34    35        head_dim = 128, one group
 //            +----------------------------+----------+--------+

@@ -1,4 +1,4 @@
-// Any CPU that the compiler knows: tiles are decoded to float32 and taken as the wide rows are.
+// The attention kernels for any CPU that the compiler knows: packed rows are decoded to float32 and then handled as wide rows.
 
 #include "kernels.h"
 

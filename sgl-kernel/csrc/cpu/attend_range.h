@@ -78,9 +78,9 @@ inline RowsToPrefetch rows_of_next_call(const Source& source, int head, int firs
 /// What a look-up kernel prefetches to L2: this head's K rows of a later tile, and another head's V rows. Again by their last
 /// bytes; the first head's rows by their first, so that no line is missed.
 ///
-/// V rows are those of another head so that requests for new lines are spread evenly. With 36-byte rows every other head, about,
-/// begins a new line. If K and V rows of one head were prefetched together, one call would bring many new lines and the next
-/// call few.
+/// V rows are those of another head so that requests for new lines are spread evenly. With 36-byte rows every other head,
+/// about, begins a new line. If K and V rows of one head were prefetched together, one call would bring many new lines and the
+/// next call few.
 inline RowsToPrefetch rows_of_later_tile(const Source& source, int head, int first_head, int last_head,
                                          const TileOffsets& later) {
   const int v_head = head > first_head ? head - 1 : last_head - 1;
@@ -95,8 +95,8 @@ inline void prefetch_to_l2(const NextTileLines::Side& side, int num_tokens) {
 }
 
 /// Add keys [begin, end) of a source to the states of KV heads [first_head, last_head), `keys` keys at a time: a tile for all
-/// heads, then the next tile, so that the bytes of a token, which are adjacent, are read at about the same time. `rows_of(head)`
-/// gives QueryRows, `state_of(head)` the State of those rows.
+/// heads, then the next tile, so that the bytes of a token, which are adjacent, are read at about the same time.
+/// `rows_of(head)` gives QueryRows, `state_of(head)` the State of those rows.
 template <class RowsOf, class StateOf>
 inline void attend_range(const KernelTable& table, const OscarLayer& layer, const Source& source, int64_t begin, int64_t end,
                          int first_head, int last_head, int keys, RowsOf rows_of, StateOf state_of) {

@@ -1,8 +1,8 @@
 // Decode: attention of one new token a sequence, its keys split over threads.
 //
 // Threads are OpenMP's. The library's soname is that of the libgomp which PyTorch brings and has loaded, so both share one pool
-// of threads: no second pool sits idle or competes for the cores, and a parallel region right after a PyTorch operator finds the
-// threads awake.
+// of threads: no second pool sits idle or competes for the cores, and a parallel region right after a PyTorch operator finds
+// the threads awake.
 
 #include <sched.h>
 

@@ -1,13 +1,12 @@
 // Attention over packed rows of any format: the tile is decoded to float32 and then handled as wide rows. Included by
 // attend_impl.h.
 
-typedef uint8_t B __attribute__((vector_size(W)));
 typedef uint8_t BUnaligned __attribute__((vector_size(W), aligned(1), may_alias));
 
 /// x[c] = code - 1.5 for each channel c of a packed row.
 inline void unpack_row(const uint8_t* row, int quarter, float* x) {
   if constexpr (W == 4) {
-    // These machines may have no shift by a count of its own for each lane, so that a table is faster.
+    // With vectors of four numbers a table is faster.
     static const float level[kNumLevels] = {-kMidCode, 1 - kMidCode, 2 - kMidCode, 3 - kMidCode};
     for (int b = 0; b < quarter; b++) {
       const int byte = row[b];
@@ -22,7 +21,7 @@ inline void unpack_row(const uint8_t* row, int quarter, float* x) {
       const int at = b + W <= quarter ? b : (quarter >= W ? quarter - W : 0);
       I bytes;
       if (quarter >= W) {
-        bytes = __builtin_convertvector((B)*reinterpret_cast<const BUnaligned*>(row + at), I);
+        bytes = __builtin_convertvector(*reinterpret_cast<const BUnaligned*>(row + at), I);
       } else {
         for (int i = 0; i < W; i++) bytes[i] = i < quarter ? row[i] : 0;
       }

@@ -1,5 +1,5 @@
-// What the drivers and the kernels share. Drivers (decode.cpp, extend.cpp, store.cpp) split the work over threads. Kernels do it;
-// there is one set for each instruction set level, in <op>_<level>.cpp, and each such file fills one table of functions.
+// What the drivers and the kernels share. Drivers (decode.cpp, extend.cpp, store.cpp) split the work over threads. Kernels do
+// it; there is one set for each instruction set level, in <op>_<level>.cpp, and each such file fills one table of functions.
 //
 // The kernels' files are compiled with flags that not every machine can run. So they include nothing of the standard library
 // that could leave an inline function behind: the linker keeps one copy of such a function for all files, and it might keep the
@@ -68,8 +68,9 @@ struct QueryRows {
   const float* q;        // [num_rows, dim] transformed, times sm_scale * log2(e); with a logit cap times sm_scale / cap
   const int8_t* limbs;   // q ~ scale * (256 * high + low). Blocks of kRowBlock rows: [dim / 4][kRowBlock][high, low][4]
   const float* scale;    // [num_rows]
-  const float* sums;     // [num_rows, kMaxGroups], for each K group. Limbs: sum of 256 * high + low; avx2: sum of q; tables: sum of
-                         // q / scale
+  /// [num_rows, kMaxGroups], a sum over the channels of each K group: of 256 * high + low where products are taken, of q on
+  /// avx2, of q / scale with tables.
+  const float* sums;
   float cap_log2e;       // logit cap times log2(e): the logit is cap_log2e * tanh(q . k); 0 for no cap
   const int16_t* tables; // or null: this layer's logits do not come from look-ups
 };
@@ -133,8 +134,8 @@ struct RowsToPrefetch {
 
 /// Keys of one KV head: 1 to kTile, or 1 to kLookUpTile packed rows where QueryRows has tables.
 ///
-/// A kernel prefetches in one of two ways: line by line from `next_lines`, or, in the look-up kernels of common shapes, one byte
-/// of each of the kLookUpTile rows of `to_l1` and `to_l2`. attend_range.h says which rows those are.
+/// A kernel prefetches in one of two ways: line by line from `next_lines`, or, in the look-up kernels of common shapes, one
+/// byte of each of the kLookUpTile rows of `to_l1` and `to_l2`. attend_range.h says which rows those are.
 struct Tile {
   int count;
   TileRows k, v;

@@ -1,5 +1,5 @@
-// C ABI of the CPU kernels: raw pointers, no framework header. The wrappers in `oscar_kernel` check shapes and types; the library
-// trusts the sizes it is given. Functions return 0 or one of `OscarStatus`; `oscar_cpu_status_text` says the sentence.
+// C ABI of the CPU kernels: raw pointers, no framework header. The wrappers in `oscar_kernel` check shapes and types; the
+// library trusts the sizes it is given. Functions return 0 or one of `OscarStatus`; `oscar_cpu_status_text` says the sentence.
 //
 // Names: bs sequences; kv_group_num = num_qo_heads / num_kv_heads query heads share a KV head (the GQA ratio); group_size
 // elements of a row share one (centre, step) pair (the quantisation group). In the shapes of K and V rows, head_dim is the
@@ -38,9 +38,10 @@ typedef struct {
   const void* transform;       // [num_kv_heads, head_dim, head_dim], x' = (x - mean) @ T; null: x is written as it comes
   const double* mean;          // [num_kv_heads, head_dim] or null; always null on the V side
   const float* clip_ratio;     // [num_kv_heads] in (0, 1]
-  const float* shaping;        // [num_kv_heads, head_dim, head_dim] strictly upper triangular, or null; see oscar/format/codec.py
-  const float* read_transform; // [num_kv_heads, head_dim, head_dim] R that a reader applies. K side: to queries, q' = q @ R.
-                               // V side: to outputs, o = o' @ R; null where the model's weights hold the value transform
+  const float* shaping;        // [num_kv_heads, head_dim, head_dim] strictly upper triangular, or null: see oscar/format/codec.py
+  /// [num_kv_heads, head_dim, head_dim] R, which a reader applies. K side: to queries, q' = q @ R. V side: to outputs, o = o' @
+  /// R; null where the value transform is folded into the model's weights.
+  const float* read_transform;
   uint8_t* buffer;             // pool, [num_slots, num_kv_heads, row_bytes]
   int64_t slot_stride, head_stride;  // of `buffer`, in bytes
   uint8_t* window;             // [num_rows + 1, num_kv_heads, head_dim] in window_dtype
@@ -132,8 +133,8 @@ OSCAR_API int oscar_cpu_extend(const OscarLayer* layer, const OscarPlan* plan, c
 /// Transform the vectors of new tokens, and write them to the windows and, clipped and encoded, to the pool.
 OSCAR_API int oscar_cpu_store(const OscarLayer* layer, const OscarStore* args, const char* isa);
 
-/// Collect the masked entries of each row in CSR form. indices [bs, n] int64 and mask [bs, n] bool with row strides in elements;
-/// writes indptr [bs + 1] and out, which needs room for bs * n + 1 entries.
+/// Collect the masked entries of each row in CSR form. indices [bs, n] int64 and mask [bs, n] bool with row strides in
+/// elements; writes indptr [bs + 1] and out, which needs room for bs * n + 1 entries.
 OSCAR_API void oscar_cpu_compact(const int64_t* indices, int64_t indices_stride, const uint8_t* mask, int64_t mask_stride,
                                  int64_t bs, int64_t n, int64_t* indptr, int32_t* out);
 

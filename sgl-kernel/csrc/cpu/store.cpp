@@ -1,4 +1,4 @@
-// Store: splits tokens, heads and sides over threads.
+// Store: new tokens, KV heads and sides are divided among threads.
 
 #include <stdint.h>
 
@@ -6,14 +6,16 @@
 
 namespace {
 
-// Tokens of one head and side in a task: long enough that a transform matrix (64 or 128 KiB) is read for many tokens.
+// Tokens of a task, which is for one head and one side: enough that reading the transform matrix (64 or 128 KiB) serves many
+// tokens.
 constexpr int64_t kTokens = 32;
 
-// Multiplications; below, waking a thread costs more than it takes over.
+// Multiplications. With fewer, waking a thread costs more than it saves.
 constexpr int64_t kSmallWork = 1 << 19;
 
 int64_t element_size(int dtype) { return dtype == kFloat32 ? 4 : 2; }
 
+/// One side's vectors x of one KV head, and where they go. out: the side's k_out or v_out.
 StoreRows rows_of(const OscarLayer& layer, const OscarSide& side, const OscarRows& x, void* out, const OscarStore& args,
                   int head) {
   const int64_t element = element_size(x.dtype), out_head = side.head_dim * element_size(layer.window_dtype);
@@ -46,7 +48,7 @@ extern "C" int oscar_cpu_store(const OscarLayer* layer, const OscarStore* args, 
   const int threads = work < kSmallWork || args->num_threads < 1 ? 1 : args->num_threads;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
   for (int64_t unit = 0; unit < units; unit++) {
-    // Blocks innermost, so that neighbouring tasks share a matrix.
+    // Tokens innermost, so that consecutive tasks use the same transform matrix.
     const int64_t first = unit % blocks * kTokens, rest = unit / blocks;
     const bool is_k = rest % 2 == 0;
     const int head = int(rest / 2);

@@ -10,8 +10,8 @@ struct Bf16Rows {
   static F at(const uint8_t* row, int channel) { return load_bf16(reinterpret_cast<const uint16_t*>(row) + channel); }
 };
 
-/// Keys (for logits) and vectors of channels (for values) whose sums are held in registers at once. With kRowBlock query rows that
-/// makes 16 sums where there are 32 registers, and 8 where there are 16.
+/// Keys (for logits) and vectors of channels (for values) whose sums are held in registers at once. With kRowBlock query rows
+/// that makes 16 sums where there are 32 registers, and 8 where there are 16.
 constexpr int kKeyBlock = W == 16 ? 4 : 2;
 constexpr int kChannelBlock = W == 16 ? 4 : 2;
 
@@ -82,8 +82,8 @@ inline float raise_maximum(float* row, int v_dim, float top) {
   return before == -kInfinity ? 0.0f : exp2v(set1(before - top))[0];
 }
 
-/// Turn one query row's logits of a tile into weights, in place, and add them to l of its state. `count`: keys that the row sees.
-/// Returns the factor that the caller must apply to acc of the state; l and r have it already.
+/// Turn one query row's logits of a tile into weights, in place, and add them to l of its state. `count`: keys that the row
+/// sees. Returns the factor that the caller must apply to acc of the state; l and r have it already.
 inline float softmax_tile(float* logits, int count, float cap_log2e, float* row, int v_dim, int groups) {
   finish_logits(logits, count, kTile, cap_log2e);
   F high = load(logits);
