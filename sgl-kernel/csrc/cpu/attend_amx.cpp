@@ -94,7 +94,7 @@ inline void block_logits(Tiles& tiles, const QueryRows& rows, int first, int cou
   alignas(64) float dots[kBlock][kTile];
   for (int h = 0; h < count; h++) split_query(rows.q + size_t(first + h) * rows.dim, keys, h, queries, sums);
   const int steps = steps_of(keys.group_size);
-  float(*to)[kTile] = keys.affine ? dots : logits;
+  float (*to)[kTile] = keys.affine ? dots : logits;
   for (int g = 0; g < keys.num_groups; g++) {
     tiles.zero<0>();
     tiles.zero<1>();
@@ -213,9 +213,7 @@ void quantise_few(const OscarSide* k, int num_rows, const float* q, int8_t* limb
   if (num_rows < kMinRows) quantise_queries(k, num_rows, q, limbs, scale, sums);
 }
 
-bool looks_up(const OscarLayer* layer, int num_rows) {
-  return num_rows < kMinRows && kAttendAvx512.looks_up(layer, num_rows);
-}
+bool looks_up(const OscarLayer* layer, int num_rows) { return num_rows < kMinRows && kAttendAvx512.looks_up(layer, num_rows); }
 
 void tabulate_queries(const OscarSide* k, int num_rows, const float* q, int16_t* tables, float* scale, float* sums) {
   kAttendAvx512.tabulate_queries(k, num_rows, q, tables, scale, sums);

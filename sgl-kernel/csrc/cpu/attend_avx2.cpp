@@ -111,8 +111,8 @@ void sum_queries(const OscarSide* k, int num_rows, const float* q, int8_t*, floa
 /// logits[h][t] of NH query rows from `first` on, NV vectors of keys at a time. Vectors are taken whole: softmax_tile masks
 /// what lies behind the last key.
 template <int NH, int NV>
-inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], const Meta& meta,
-                     const QueryRows& rows, int first, const Tile& tile, float (*logits)[kTile]) {
+inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], const Meta& meta, const QueryRows& rows, int first,
+                     const Tile& tile, float (*logits)[kTile]) {
   const int dim = side.head_dim, quarter = dim / kCodesPerByte;
   const float* q = rows.q + size_t(first) * dim;
   Prefetcher prefetcher(tile.next_lines);
@@ -162,10 +162,10 @@ inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], cons
 /// acc[h] = acc[h] * alpha[h] + sum over t of weights[g][h][t] * (code_t - 1.5), for fields [kFirst, kFirst + NF) of W code
 /// bytes from `byte` on. weights: weight * step, for each V group g.
 template <int NH, int kFirst, int NF, bool kOneGroup>
-inline void value_dots(const OscarSide& side, const Tile& tile, const float (*weights)[NH][kTile],
-                       const float* alpha, float* const* acc_row, int byte) {
+inline void value_dots(const OscarSide& side, const Tile& tile, const float (*weights)[NH][kTile], const float* alpha,
+                       float* const* acc_row, int byte) {
   const int quarter = side.head_dim / kCodesPerByte;
-  const float(*weight[NF])[kTile];
+  const float (*weight[NF])[kTile];
   for (int f = 0; f < NF; f++) weight[f] = weights[kOneGroup ? 0 : ((kFirst + f) * quarter + byte) / side.group_size];
   F dot[NH][NF] = {};
   const uint8_t* codes = tile.v.base + byte;
@@ -198,8 +198,8 @@ inline void value_dots(const OscarSide& side, const Tile& tile, const float (*we
 }
 
 template <int NH, bool kOneGroup>
-inline void value_rows(const OscarSide& side, const Tile& tile, const float (*weights)[NH][kTile],
-                       const float* alpha, float* const* acc_row) {
+inline void value_rows(const OscarSide& side, const Tile& tile, const float (*weights)[NH][kTile], const float* alpha,
+                       float* const* acc_row) {
   for (int byte = 0; byte < side.head_dim / kCodesPerByte; byte += W) {
     if constexpr (NH <= 2) {  // at most eight registers of sums, so that the factors have registers too
       value_dots<NH, 0, 4, kOneGroup>(side, tile, weights, alpha, acc_row, byte);

@@ -116,7 +116,7 @@ __attribute__((noinline)) void weigh(const Meta& meta, int groups, int v_dim, fl
   raise_maxima<NH>(row, v_dim, top, alpha, beta);
   // p * step of one group at a time. With one group the products overwrite p, which is not needed again.
   alignas(64) float more[kOneGroup ? 1 : NH][kLookUpTile];
-  float(*const products)[kLookUpTile] = kOneGroup ? logits : more;
+  float (*const products)[kLookUpTile] = kOneGroup ? logits : more;
   alignas(64) float offsets[NH][16];  // sums of p * centre
   const auto multiply = [&](int g, int h, int i, __m512 p, __m512* offset, __m512* largest) {
     const __m512 product = _mm512_mul_ps(p, _mm512_load_ps(&meta.step[g][16 * i]));
@@ -344,11 +344,9 @@ void packed_tile(const OscarLayer& layer, const Tile& tile, const QueryRows& row
   }
 }
 
-bool looks_up(const OscarLayer* layer, int) {
-  return integer_dots_fit(*layer) && layer->k.group_size == layer->k.head_dim;
-}
+bool looks_up(const OscarLayer* layer, int) { return integer_dots_fit(*layer) && layer->k.group_size == layer->k.head_dim; }
 
 }  // namespace
 
-extern const AttendTable kAttendAvx512 = {attend_packed, attend_wide, matmul,     quantise_queries, merge, convert_to_float,
-                                          read_bytes,    looks_up,    tabulate_queries};
+extern const AttendTable kAttendAvx512 = {attend_packed,    attend_wide, matmul,   quantise_queries, merge,
+                                          convert_to_float, read_bytes,  looks_up, tabulate_queries};

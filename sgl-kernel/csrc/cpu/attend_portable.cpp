@@ -9,5 +9,5 @@ namespace {
 
 }  // namespace
 
-extern const AttendTable kAttendPortable = {attend_packed, attend_wide, matmul, quantise_queries, merge, convert_to_float,
-                                            read_bytes};
+extern const AttendTable kAttendPortable = {attend_packed, attend_wide,      matmul,    quantise_queries,
+                                            merge,         convert_to_float, read_bytes};

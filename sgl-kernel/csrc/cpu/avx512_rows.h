@@ -12,8 +12,7 @@ inline __m512 meta_float(__m512i low16) { return _mm512_cvtph_ps(_mm512_cvtepi32
 /// Whether the kernels for codes take a side's format: not too many groups, and each vector of channels within one group.
 bool side_fits(const OscarSide& side) {
   const int quarter = side.head_dim / kCodesPerByte, groups = side.head_dim / side.group_size;
-  return side.head_dim % 16 == 0 && groups <= kMaxGroups &&
-         (groups == 1 || (quarter % 16 == 0 && side.group_size % 16 == 0));
+  return side.head_dim % 16 == 0 && groups <= kMaxGroups && (groups == 1 || (quarter % 16 == 0 && side.group_size % 16 == 0));
 }
 
 bool integer_dots_fit(const OscarLayer& layer) { return side_fits(layer.k) && side_fits(layer.v); }
@@ -139,7 +138,7 @@ inline void transpose_keys(const Tile& tile, int head_dim, uint16_t (*words)[kLo
       }
 #pragma GCC unroll 8
       for (int j = 0; j < 8; j++) {
-        uint16_t(*to)[kLookUpTile] = words + first / 2 + j;
+        uint16_t (*to)[kLookUpTile] = words + first / 2 + j;
         if (2 * j < left) _mm512_store_si512(&to[0][t], _mm512_shuffle_i64x2(a[0][j], a[1][j], 0x88));
         if (2 * j + 16 < left) _mm512_store_si512(&to[8][t], _mm512_shuffle_i64x2(a[0][j], a[1][j], 0xdd));
       }

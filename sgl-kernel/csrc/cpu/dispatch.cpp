@@ -193,7 +193,7 @@ extern "C" int oscar_codec_constants(int64_t* out, int capacity) {
 }
 
 extern "C" int oscar_cpu_struct_sizes(int64_t* out, int capacity) {
-  const int64_t values[] = {sizeof(OscarSide), sizeof(OscarLayer), sizeof(OscarPlan),
+  const int64_t values[] = {sizeof(OscarSide), sizeof(OscarLayer),  sizeof(OscarPlan),
                             sizeof(OscarRows), sizeof(OscarAttend), sizeof(OscarStore)};
   constexpr int count = sizeof(values) / sizeof(values[0]);
   for (int i = 0; i < count && i < capacity; i++) out[i] = values[i];

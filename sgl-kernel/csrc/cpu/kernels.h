@@ -39,14 +39,14 @@
 #include "oscar_cpu.h"
 
 enum {
-  kTile = 64,  // codes of one KV head's tile (2 KiB each of K and V at head_dim 128) stay in L1
-  kLookUpTile = 128,  // the look-up tables of 8 heads do not fit L1, so more keys share each time they are read
-  kRowBlock = 4,  // 4 rows x 2 limbs x 2 vectors of keys: 16 of 32 registers hold sums
-  kMaxDim = 256,  // largest head_dim
-  kEntries = 32,  // of a look-up table: one for each value of five bits
+  kTile = 64,            // codes of one KV head's tile (2 KiB each of K and V at head_dim 128) stay in L1
+  kLookUpTile = 128,     // the look-up tables of 8 heads do not fit L1, so more keys share each time they are read
+  kRowBlock = 4,         // 4 rows x 2 limbs x 2 vectors of keys: 16 of 32 registers hold sums
+  kMaxDim = 256,         // largest head_dim
+  kEntries = 32,         // of a look-up table: one for each value of five bits
   kFactorEntries = 160,  // room for (kMaxDim / 8 + 2) * kRowBlock factors, rounded up to a cache line
-  kMaxGroups = 8,  // rows with more groups are decoded to float32 before products are made of them
-  kLanes = 16,  // floats that State keeps for one sum
+  kMaxGroups = 8,        // rows with more groups are decoded to float32 before products are made of them
+  kLanes = 16,           // floats that State keeps for one sum
 };
 
 /// Query rows of one KV head, prepared once for all tiles.
@@ -64,15 +64,15 @@ enum {
 ///             | factors [parts / 2][kRowBlock][2] | padding | tables [oscar_lookups(dim)][kRowBlock][kEntries] |
 struct QueryRows {
   int num_rows;
-  int dim;               // head_dim of K
-  const float* q;        // [num_rows, dim] transformed, times sm_scale * log2(e); with a logit cap times sm_scale / cap
-  const int8_t* limbs;   // q ~ scale * (256 * high + low). Blocks of kRowBlock rows: [dim / 4][kRowBlock][high, low][4]
-  const float* scale;    // [num_rows]
+  int dim;              // head_dim of K
+  const float* q;       // [num_rows, dim] transformed, times sm_scale * log2(e); with a logit cap times sm_scale / cap
+  const int8_t* limbs;  // q ~ scale * (256 * high + low). Blocks of kRowBlock rows: [dim / 4][kRowBlock][high, low][4]
+  const float* scale;   // [num_rows]
   /// [num_rows, kMaxGroups], a sum over the channels of each K group: of 256 * high + low where products are taken, of q on
   /// avx2, of q / scale with tables.
   const float* sums;
-  float cap_log2e;       // logit cap times log2(e): the logit is cap_log2e * tanh(q . k); 0 for no cap
-  const int16_t* tables; // or null: this layer's logits do not come from look-ups
+  float cap_log2e;        // logit cap times log2(e): the logit is cap_log2e * tanh(q . k); 0 for no cap
+  const int16_t* tables;  // or null: this layer's logits do not come from look-ups
 };
 
 /// How many look-up tables a query row has.

@@ -31,20 +31,20 @@ typedef enum { kPacked = 0, kWide = 1 } OscarRowKind;
 
 /// One side (K or V) of a layer: its format, what is done to a vector when it is written and read, and its storage.
 typedef struct {
-  int32_t head_dim;            // elements in a row; a multiple of 16, at most 256
-  int32_t group_size;          // elements that share (centre, step); a multiple of 4 that divides head_dim
-  int32_t row_kind;            // OscarRowKind
-  int32_t transform_dtype;     // kFloat64 or kFloat32, type of `transform`
-  const void* transform;       // [num_kv_heads, head_dim, head_dim], x' = (x - mean) @ T; null: x is written as it comes
-  const double* mean;          // [num_kv_heads, head_dim] or null; always null on the V side
-  const float* clip_ratio;     // [num_kv_heads] in (0, 1]
-  const float* shaping;        // [num_kv_heads, head_dim, head_dim] strictly upper triangular, or null: see oscar/format/codec.py
-  /// [num_kv_heads, head_dim, head_dim] R, which a reader applies. K side: to queries, q' = q @ R. V side: to outputs, o = o' @
-  /// R; null where the value transform is folded into the model's weights.
+  int32_t head_dim;         // elements in a row; a multiple of 16, at most 256
+  int32_t group_size;       // elements that share (centre, step); a multiple of 4 that divides head_dim
+  int32_t row_kind;         // OscarRowKind
+  int32_t transform_dtype;  // kFloat64 or kFloat32, type of `transform`
+  const void* transform;    // [num_kv_heads, head_dim, head_dim], x' = (x - mean) @ T; null: x is written as it comes
+  const double* mean;       // [num_kv_heads, head_dim] or null; always null on the V side
+  const float* clip_ratio;  // [num_kv_heads] in (0, 1]
+  const float* shaping;     // [num_kv_heads, head_dim, head_dim] strictly upper triangular, or null: see oscar/format/codec.py
+  /// [num_kv_heads, head_dim, head_dim] R, which a reader applies. K side: to queries, q' = q @ R. V side: to outputs,
+  /// o = o' @ R; null where the value transform is folded into the model's weights.
   const float* read_transform;
-  uint8_t* buffer;             // pool, [num_slots, num_kv_heads, row_bytes]
-  int64_t slot_stride, head_stride;  // of `buffer`, in bytes
-  uint8_t* window;             // [num_rows + 1, num_kv_heads, head_dim] in window_dtype
+  uint8_t* buffer;                                // pool, [num_slots, num_kv_heads, row_bytes]
+  int64_t slot_stride, head_stride;               // of `buffer`, in bytes
+  uint8_t* window;                                // [num_rows + 1, num_kv_heads, head_dim] in window_dtype
   int64_t window_row_stride, window_head_stride;  // of `window`, in bytes
 } OscarSide;
 
@@ -80,8 +80,8 @@ typedef struct {
   OscarRows q;      // [num_tokens, num_qo_heads, head_dim], not transformed; decode: num_tokens = bs. Strides in elements
   OscarRows k_new;  // extend: [num_tokens, num_kv_heads, head_dim], transformed, in window_dtype. Strides in bytes
   OscarRows v_new;  // as k_new
-  const int64_t* qo_indptr;  // extend: [bs + 1] ranges of new tokens; null in decode
-  float* out;                // [num_tokens, num_qo_heads, head_dim of V] float32, contiguous
+  const int64_t* qo_indptr;   // extend: [bs + 1] ranges of new tokens; null in decode
+  float* out;                 // [num_tokens, num_qo_heads, head_dim of V] float32, contiguous
   float sm_scale, logit_cap;  // logit_cap 0: none
   int32_t num_threads;
   int32_t reserved;

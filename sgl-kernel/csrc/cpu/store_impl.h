@@ -22,9 +22,7 @@ inline D multiply_add(D a, D b, D c) {
 }
 
 inline D load_doubles(const double* p) { return *reinterpret_cast<const DUnaligned*>(p); }
-inline D load_doubles(const float* p) {
-  return __builtin_convertvector(*reinterpret_cast<const FHalfUnaligned*>(p), D);
-}
+inline D load_doubles(const float* p) { return __builtin_convertvector(*reinterpret_cast<const FHalfUnaligned*>(p), D); }
 
 /// y[n] = x[n] @ matrix for N tokens. Each output sums its products in the order of the input channels, whatever N is, so that
 /// the bytes of a token do not depend on its batch.
@@ -218,7 +216,8 @@ inline void shaped_codes(const float (*x)[kMaxDim], const Grid (*grid)[kMaxDim /
 }
 
 /// Encode n rows, at most kTokenBlock, of float32 numbers x to packed[i]. x is clipped in place. sixteen_bits: as in clip_row.
-inline void encode_rows(const OscarSide& side, int head, float (*x)[kMaxDim], int n, bool sixteen_bits, uint8_t* const* packed) {
+inline void encode_rows(const OscarSide& side, int head, float (*x)[kMaxDim], int n, bool sixteen_bits,
+                        uint8_t* const* packed) {
   const int dim = side.head_dim, quarter = dim / kCodesPerByte, size = side.group_size;
   const double rank = double(side.clip_ratio[head]) * dim;
   alignas(64) uint8_t code[kTokenBlock][kMaxDim];
