@@ -518,6 +518,26 @@ def test_a_poisoned_row_stays_its_own(backend):
     assert torch.isfinite(out).all() and torch.equal(out[1], clean[1])
 
 
+@pytest.mark.parametrize("lens", [[3, 12], [90, 200]], ids=["windows", "windows_and_pool"])
+@pytest.mark.parametrize("backend", EXTEND_IMPLS, indirect=True)
+def test_nan_logits_give_nan_as_in_the_reference(lens, backend):
+    """A query row whose logits are all NaN from the first tile on, which is one of a window, and one with a single NaN key."""
+    codec = codec_of(2, 64, 64)
+    batch = Batch(lens, 2, 2, 64, 64, codec)
+    batch.cache.k_window[int(batch.row_of_slot[batch.req_to_token[1, 2].long()]), 1] = float("nan")
+    plan = batch.plan(lens)
+    q = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(14))
+    q[0, 1] = float("nan")
+    expected = decode_attention(q, batch.cache, codec, plan, 0.125, impl="reference").isnan()
+    assert expected.any(-1).tolist() == [[False, True, False, False], [False, False, True, True]]
+    assert torch.equal(decode_attention(q, batch.cache, codec, plan, 0.125, **backend).isnan(), expected)
+
+    many = q.repeat_interleave(40, 0)  # enough query rows for AMX tiles
+    new = [codec.transform_k(torch.zeros(80, 2, 64)), codec.transform_v(torch.zeros(80, 2, 64)), [0, 40, 80]]
+    out = extend_attention(many, *new, batch.cache, codec, plan, 0.125, **backend)
+    assert torch.equal(out.isnan(), expected.repeat_interleave(40, 0))
+
+
 def test_pointers_follow_the_buffers(backend):
     """A layer's C form is kept between calls, for as long as it holds the same buffers and no longer; copies make their own."""
     codec, lens = codec_of(2, 64, 64), [90]

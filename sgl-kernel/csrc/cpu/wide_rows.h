@@ -89,13 +89,11 @@ inline float softmax_tile(float* logits, int count, float cap_log2e, float* row,
   F high = load(logits);
   for (int t = W; t < kTile; t += W) high = vmax(load(logits + t), high);
   const float alpha = raise_maximum(row, v_dim, largest(high)), top = row[v_dim];
-  if (top == -kInfinity) {
-    for (int t = 0; t < kTile; t += W) store(logits + t, F{});
-    return 1.0f;
-  }
+  // Without a maximum every logit is -inf, whose weight is 0, or NaN, whose weight must be NaN: for both any finite origin does.
+  const float origin = top == -kInfinity ? 0.0f : top;
   F total = {};
   for (int t = 0; t < kTile; t += W) {
-    F p = exp2v(load(logits + t) - set1(top));
+    F p = exp2v(load(logits + t) - set1(origin));
     store(logits + t, p);
     total += p;
   }
