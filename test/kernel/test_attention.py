@@ -520,8 +520,8 @@ def test_a_poisoned_row_stays_its_own(backend):
 
 @pytest.mark.parametrize("lens", [[3, 12], [90, 200]], ids=["windows", "windows_and_pool"])
 @pytest.mark.parametrize("backend", EXTEND_IMPLS, indirect=True)
-def test_nan_logits_give_nan_as_in_the_reference(lens, backend):
-    """A query row whose logits are all NaN from the first tile on, which is one of a window, and one with a single NaN key."""
+def test_nan_logits_give_nan(lens, backend):
+    """As in the reference: a query row whose logits are all NaN from its first tile on, and one with a single NaN key."""
     codec = codec_of(2, 64, 64)
     batch = Batch(lens, 2, 2, 64, 64, codec)
     batch.cache.k_window[int(batch.row_of_slot[batch.req_to_token[1, 2].long()]), 1] = float("nan")
