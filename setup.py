@@ -57,6 +57,6 @@ setup(
         # Runs while `import sglang` runs, in every process: flags, resolution hooks and the CPU platform.
         "sglang.srt.platforms": ["oscar = sglang.srt.oscar.entry:activate"],
         # Runs in `load_plugins()`: attention backend and the hooks on the pool.
-        "sglang.srt.plugins": ["oscar = sglang.srt.oscar.plugin:register"],
+        "sglang.srt.plugins": ["oscar = sglang.srt.oscar.entry:register"],
     },
 )

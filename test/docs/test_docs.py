@@ -37,7 +37,7 @@ def test_commands_parse(page):
 
 
 def test_flags_in_the_serving_page_are_the_flags():
-    from sglang.srt.oscar.entry import FLAG_NAMES
+    from sglang.srt.oscar.flags import FLAGS
 
     documented = re.findall(r"^\| `(--[a-z-]+)", (ROOT / "docs" / "serving.md").read_text(encoding="utf-8"), re.M)
-    assert documented == ["--" + name.replace("_", "-") for name in FLAG_NAMES]
+    assert documented == [flag.option for flag in FLAGS]

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import sglang  # noqa: F401  runs the platform plugin before ServerArgs exists
-from sglang.srt.oscar import entry as early
-from sglang.srt.oscar import upstream
+from sglang.srt.oscar import entry, upstream
 
 import oscar
 
@@ -76,20 +75,19 @@ def test_every_name_we_import_is_listed():
                 continue
             for alias in node.names:
                 name = f"{module}.{alias.name}"
-                if not any(entry == name or entry.startswith(f"{name}.") for entry in known):
+                if not any(listed == name or listed.startswith(f"{name}.") for listed in known):
                     missing.append(f"{file.name}: {name}")
     assert not missing
 
 
 def test_every_hook_target_is_listed(monkeypatch):
     from sglang.srt.layers.attention import attention_registry
-    from sglang.srt.oscar import plugin
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     targets = []
     monkeypatch.setattr(attention_registry, "register_attention_backend", lambda name: lambda factory: factory)
     monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind=None, **_: targets.append(target))
-    plugin.register()
+    entry.register()
     assert targets and set(targets) <= {symbol.name for symbol in upstream.SYMBOLS}
 
 
@@ -101,7 +99,7 @@ def test_names_are_listed_once():
 def test_every_resolution_step_we_wrap_is_overridable():
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    for step in early.RESOLUTION_STEPS:
+    for step in entry.RESOLUTION_STEPS:
         register_resolution_hook(step)  # raises for an unknown step; registers nothing until it is applied
 
 
@@ -133,7 +131,7 @@ def test_a_difference_is_one_line_that_names_it(stub, symbol, told):
 def test_renamed_symbol_stops_the_start(monkeypatch, tmp_path):
     import transformers
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.oscar import resolve
+    from sglang.srt.oscar.refusal import OscarRefusal
     from sglang.srt.server_args import ServerArgs
 
     config = transformers.Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
@@ -141,7 +139,7 @@ def test_renamed_symbol_stops_the_start(monkeypatch, tmp_path):
     config.save_pretrained(tmp_path)
     monkeypatch.delattr(KVCacheConfigurator, "_resolve_kv_pool_class")
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with pytest.raises(resolve.OscarRefusal, match="KVCacheConfigurator._resolve_kv_pool_class is missing"):
+    with pytest.raises(OscarRefusal, match="KVCacheConfigurator._resolve_kv_pool_class is missing"):
         ServerArgs(model_path=str(tmp_path), kv_quant="oscar").resolve_once()
 
 
@@ -157,24 +155,24 @@ def test_attach_failure_ends_a_start_that_asks_for_us_and_no_other(monkeypatch):
     def fails():
         raise ImportError("no module named sglang.srt.arg_groups")
 
-    monkeypatch.setattr(early, "_attach", fails)
+    monkeypatch.setattr(entry, "_attach", fails)
     monkeypatch.setattr(sys, "argv", ["launch_server", "--kv-quant", "oscar"])
     with pytest.raises(SystemExit, match=f"could not attach to sglang .*sglang=={oscar.SGLANG_VERSION}"):
-        early.activate()
+        entry.activate()
     monkeypatch.setattr(sys, "argv", ["launch_server"])
-    assert early.activate() is None
+    assert entry.activate() is None
 
 
 def test_platform_only_where_it_is_meant(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr("torch.accelerator.is_available", lambda *_: True)
     monkeypatch.setattr(sys, "argv", ["launch_server"])
-    assert early.activate() is None
+    assert entry.activate() is None
     monkeypatch.setattr(sys, "argv", ["launch_server", "--device", "cpu"])
-    assert early.activate() == early.CPU_PLATFORM
+    assert entry.activate() == entry.CPU_PLATFORM
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    assert early.activate() is None
+    assert entry.activate() is None
 
 
 def test_wheel_holds_every_package_and_no_file_of_upstream(tmp_path):

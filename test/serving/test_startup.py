@@ -11,10 +11,10 @@ import pytest
 import sglang  # noqa: F401  runs the platform plugin before ServerArgs exists
 import torch
 import transformers
-from sglang.srt.oscar import entry as early
-from sglang.srt.oscar import resolve
-from sglang.srt.oscar.cpu import platform
-from sglang.srt.oscar.cpu import start as cpu_start
+from sglang.srt.oscar import check_flags, check_model, find_artifact
+from sglang.srt.oscar.cpu import platform, start, threads
+from sglang.srt.oscar.flags import FLAGS, OscarSettings, settings_of
+from sglang.srt.oscar.refusal import OscarRefusal
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from oscar import support as capability
@@ -78,7 +78,7 @@ def resolved(*argv):
 
 
 def refusal(*argv):
-    with pytest.raises(resolve.OscarRefusal) as caught:
+    with pytest.raises(OscarRefusal) as caught:
         resolved(*argv)
     sentence = str(caught.value)
     assert sentence.startswith("oscar: ") and "\n" not in sentence
@@ -89,7 +89,7 @@ def refusal(*argv):
 
 
 def test_every_refused_model_feature_has_a_detector():
-    source = resolve.refused_features.__code__.co_consts
+    source = check_model.refused_features.__code__.co_consts
     for feature in capability.MODEL_FEATURES:
         assert feature.supported == (feature.key not in source), feature.key
 
@@ -139,7 +139,7 @@ RESTRICTED = [option for option in capability.SERVER_OPTIONS if option.allowed]
 def test_option_is_refused(option, model):
     default = getattr(ServerArgs(model_path="m"), option.field)
     other = REFUSED_VALUES.get(option.field, 2 if isinstance(default, int) and not isinstance(default, bool) else True)
-    with pytest.raises(resolve.OscarRefusal) as caught:
+    with pytest.raises(OscarRefusal) as caught:
         ServerArgs(model_path=model, kv_quant="oscar", **{option.field: other}).resolve_once()
     sentence = str(caught.value)
     # Both causes and a way out.
@@ -161,11 +161,10 @@ def test_hnd_layout_is_refused(model, monkeypatch):
 
 
 def test_flag_without_kv_quant_is_refused(model):
-    for name, _, _, choices, _ in early.FLAGS[1:]:
-        flag = "--" + name.replace("_", "-")
-        value = [] if name in ("oscar_debug_checks", "oscar_allow_native_layers") else [choices[0] if choices else "3"]
-        sentence = refusal("--model-path", model, flag, *value)
-        assert flag in sentence and "--kv-quant oscar" in sentence
+    for flag in FLAGS[1:]:
+        value = [] if flag.type is bool else [flag.choices[0] if flag.choices else "3"]
+        sentence = refusal("--model-path", model, flag.option, *value)
+        assert flag.option in sentence and "--kv-quant oscar" in sentence
 
 
 @pytest.mark.parametrize("flag", ["--oscar-sink-tokens", "--oscar-recent-tokens"])
@@ -180,7 +179,7 @@ def test_bad_choice_exits_with_argparse_sentence(model, capsys):
         prepare_server_args(["--model-path", model, "--kv-quant", "int3"])
     assert caught.value.code == 2
     assert "'none', 'oscar'" in capsys.readouterr().err.replace("none, oscar", "'none', 'oscar'")
-    with pytest.raises(resolve.OscarRefusal, match="--kv-quant must be one of none, oscar, got 'int3'"):
+    with pytest.raises(OscarRefusal, match="--kv-quant must be one of none, oscar, got 'int3'"):
         ServerArgs(model_path=model, kv_quant="int3").resolve_once()
 
 
@@ -223,7 +222,7 @@ def test_missing_layers_need_the_flag(model, tmp_path):
     start = ("--model-path", model, "--kv-quant", "oscar", "--oscar-artifact", str(path))
     sentence = refusal(*start)
     assert "found none of layer 0; give --oscar-allow-native-layers" in sentence and str(path) in sentence
-    assert resolve.settings_of(resolved(*start, "--oscar-allow-native-layers")).allow_native_layers
+    assert settings_of(resolved(*start, "--oscar-allow-native-layers")).allow_native_layers
 
 
 @pytest.mark.parametrize(("content", "told"), [(b"", "empty"), (b" \n", "empty"), (b"\x00\x01\xff\xfe" * 99, "not UTF-8")])
@@ -237,7 +236,7 @@ def test_calibration_text_that_is_not_text(model, tmp_path, content, told):
 def test_calibration_text_cut_inside_a_character_is_text(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("a" + "é" * 70000, encoding="utf-8")
-    resolve._check_text(str(file))
+    check_flags._check_text(str(file))
 
 
 def test_calibrate_never_prints_the_command(model):
@@ -254,7 +253,9 @@ def test_plugin_that_did_not_load_ends_the_start(model, monkeypatch, found_artif
 
 
 def test_failed_calibration_ends_the_start(model, monkeypatch, capfd):
-    monkeypatch.setattr(resolve, "calibrate_command", lambda *_: [sys.executable, "-c", "print('why'); raise SystemExit(3)"])
+    monkeypatch.setattr(
+        find_artifact, "calibrate_command", lambda *_: [sys.executable, "-c", "print('why'); raise SystemExit(3)"]
+    )
     sentence = refusal("--model-path", model, "--kv-quant", "oscar")
     assert "exit code 3" in sentence and "--oscar-artifact" in sentence
     assert "why" in capfd.readouterr().err
@@ -265,12 +266,12 @@ def test_calibration_that_works_is_used(model, monkeypatch, found_artifact, tmp_
     monkeypatch.setattr(artifact, "find", lambda *_: None)
     monkeypatch.setattr(artifact, "cache_path", lambda _: output)
     script = "import sys; open(sys.argv[1], 'w').write('x')"
-    monkeypatch.setattr(resolve, "calibrate_command", lambda *_: [sys.executable, "-c", script, str(output)])
-    assert resolve.settings_of(resolved("--model-path", model, "--kv-quant", "oscar")).artifact_path == str(output)
+    monkeypatch.setattr(find_artifact, "calibrate_command", lambda *_: [sys.executable, "-c", script, str(output)])
+    assert settings_of(resolved("--model-path", model, "--kv-quant", "oscar")).artifact_path == str(output)
 
 
 def test_no_room_for_the_cache_file(model, monkeypatch, tmp_path):
-    monkeypatch.setattr(resolve.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
+    monkeypatch.setattr(find_artifact.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
     sentence = refusal("--model-path", model, "--kv-quant", "oscar")
     assert "1 MiB are free" in sentence and "--oscar-artifact FILE" in sentence
     file = tmp_path / "file"
@@ -332,7 +333,7 @@ def test_model_with_other_inputs_is_refused(kind, architecture, told, tmp_path):
 )
 def test_model_that_is_claimed_resolves(kind, changes, architecture, tmp_path, found_artifact):
     folder = config_folder(tmp_path, kind(**{**GEOMETRY, **changes}), architecture)
-    settings = resolve.settings_of(resolved("--model-path", folder, "--kv-quant", "oscar"))
+    settings = settings_of(resolved("--model-path", folder, "--kv-quant", "oscar"))
     assert settings.artifact_path == str(found_artifact)
 
 
@@ -340,7 +341,7 @@ def test_model_that_is_claimed_resolves(kind, changes, architecture, tmp_path, f
 
 
 def expected(path, **changes):
-    return resolve.OscarSettings(
+    return OscarSettings(
         **{
             "artifact_path": str(path),
             "sink_tokens": DEFAULT_SINK_TOKENS,
@@ -381,7 +382,7 @@ def bench(model, _):
 def test_same_settings_by_every_way(way, model, tmp_path, found_artifact):
     server_args = way(model, tmp_path)
     server_args.resolve_once()
-    assert resolve.settings_of(server_args) == expected(found_artifact)
+    assert settings_of(server_args) == expected(found_artifact)
     told = server_args.resolved_dict()
     assert told["attention_backend"] == "oscar" and told["kv_quant"] == "oscar"
     graphs = told["cuda_graph_config"]
@@ -391,8 +392,8 @@ def test_same_settings_by_every_way(way, model, tmp_path, found_artifact):
 def test_spawned_worker_sees_the_settings(model, found_artifact):
     server_args = resolved("--model-path", model, "--kv-quant", "oscar", "--oscar-codec", "lossless", "--oscar-debug-checks")
     script = (
-        "import pickle, sys, sglang; from sglang.srt.oscar import resolve; "
-        "print(repr(resolve.settings_of(pickle.loads(sys.stdin.buffer.read()))))"
+        "import pickle, sys, sglang; from sglang.srt.oscar.flags import settings_of; "
+        "print(repr(settings_of(pickle.loads(sys.stdin.buffer.read()))))"
     )
     run = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(server_args), capture_output=True, check=True)
     wanted = expected(found_artifact, codec="lossless", debug_checks=True, recent_tokens=DEFAULT_RECENT_TOKENS)
@@ -401,7 +402,7 @@ def test_spawned_worker_sees_the_settings(model, found_artifact):
 
 def test_none_is_stock(model):
     server_args = resolved("--model-path", model)
-    assert resolve.settings_of(server_args) is None
+    assert settings_of(server_args) is None
     assert server_args.resolved_dict()["attention_backend"] == "torch_native"
 
 
@@ -429,23 +430,23 @@ def test_refusal_on_the_command_line_is_one_sentence(way, model):
 
 
 def test_device_argument():
-    assert early.device_argument(["x", "--device", "cuda", "--device=cpu:0"]) == "cpu"
-    assert early.device_argument(["x", "--device-id", "cpu"]) is None
+    assert start.device_argument(["x", "--device", "cuda", "--device=cpu:0"]) == "cpu"
+    assert start.device_argument(["x", "--device-id", "cpu"]) is None
 
 
 def test_cores_are_split_evenly_and_what_the_user_set_stays(model, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5, 7})
-    assert platform.cores_by_rank(2) == "0,1,2|5,7"
-    assert platform.cores_by_rank(7) == "0|1|2|5|7|0|1"
-    monkeypatch.setattr(platform, "numa_nodes", lambda: 1)
-    os.environ.pop(platform.BIND, None)
+    assert threads.cores_by_rank(2) == "0,1,2|5,7"
+    assert threads.cores_by_rank(7) == "0|1|2|5|7|0|1"
+    monkeypatch.setattr(threads, "numa_nodes", lambda: 1)
+    os.environ.pop(threads.BIND, None)
     resolved("--model-path", model, "--tp-size", "2")
-    assert os.environ[platform.BIND] == "0,1,2|5,7"
-    assert cpu_start._split_by_us()
-    os.environ[platform.BIND] = "0|7"
-    assert not cpu_start._split_by_us()
+    assert os.environ[threads.BIND] == "0,1,2|5,7"
+    assert threads.bound_by_us()
+    os.environ[threads.BIND] = "0|7"
+    assert not threads.bound_by_us()
     resolved("--model-path", model, "--tp-size", "2")
-    assert os.environ[platform.BIND] == "0|7"
+    assert os.environ[threads.BIND] == "0|7"
 
 
 def test_memory_default_leaves_room(tmp_path, monkeypatch):
@@ -454,7 +455,7 @@ def test_memory_default_leaves_room(tmp_path, monkeypatch):
     folder = config_folder(tmp_path, qwen3_config(), "Qwen3ForCausalLM")
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.truncate(3 << 30)
-    monkeypatch.setattr(platform, "numa_nodes", lambda: 1)
+    monkeypatch.setattr(threads, "numa_nodes", lambda: 1)
     monkeypatch.setattr(common, "get_free_cpu_memory", lambda: 10 << 30)
     server_args = ServerArgs(model_path=folder)
     share = platform.memory_fraction(server_args)
@@ -470,4 +471,4 @@ def test_memory_default_leaves_room(tmp_path, monkeypatch):
 
 def test_json_table_is_plain_data():
     json.dumps([[row.key, row.supported, row.reason] for row in capability.MODEL_FEATURES])
-    assert torch.accelerator.is_available() or early._cpu_is_meant()
+    assert torch.accelerator.is_available() or start.is_meant()
