@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oscar import support as capability
+from oscar import support
 from oscar.commands.main import build_parser
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +16,7 @@ COMMAND = re.compile(rf"(?:python -m oscar|(?<![\w-])oscar) ((?:{VERBS})[^`\n#]*
 
 
 def test_support_table_is_the_code():
-    assert capability.markdown() in (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    assert support.markdown() in (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -5,19 +5,21 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import sglang  # noqa: F401  runs the platform plugin before ServerArgs exists
 import torch
 import transformers
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.oscar import check_flags, check_model, find_artifact
 from sglang.srt.oscar.cpu import platform, start, threads
 from sglang.srt.oscar.flags import FLAGS, OscarSettings, settings_of
 from sglang.srt.oscar.refusal import OscarRefusal
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from oscar import support as capability
+from oscar import support
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
 from oscar.format import artifact
 
@@ -88,32 +90,26 @@ def refusal(*argv):
 # The table
 
 
-def test_every_refused_model_feature_has_a_detector():
-    source = check_model.refused_features.__code__.co_consts
-    for feature in capability.MODEL_FEATURES:
-        assert feature.supported == (feature.key not in source), feature.key
-
-
 def test_every_option_is_a_field_whose_default_works():
     fields = ServerArgs(model_path="m")
-    for option in capability.SERVER_OPTIONS:
+    for option in support.SERVER_OPTIONS:
         value = getattr(fields, option.field)
         assert not option.allowed or value in option.allowed, option
 
 
 def test_every_row_of_the_table_is_in_the_page_and_says_why():
-    page = capability.markdown()
-    for row in (*capability.MODEL_FEATURES, *capability.HARDWARE):
+    page = support.markdown()
+    for row in (*support.MODEL_FEATURES, *support.HARDWARE):
         assert row.title in page
         assert row.supported or row.reason
-    for option in capability.SERVER_OPTIONS:
+    for option in support.SERVER_OPTIONS:
         assert f"`{option.flag}`" in page
         assert not option.allowed or option.reason
 
 
-@pytest.mark.parametrize("kind", [row.key for row in capability.HARDWARE] + ["abacus"])
+@pytest.mark.parametrize("kind", [row.key for row in support.HARDWARE] + ["abacus"])
 def test_hardware_gate_answers_for_every_kind(kind):
-    sentence = capability.hardware_refusal(kind)
+    sentence = support.hardware_refusal(kind)
     assert sentence is None if kind in ("cpu", "cuda") else "--device cpu" in sentence
 
 
@@ -132,7 +128,7 @@ REFUSED_VALUES = {
     "kv_canary": "log",
     "model_impl": "transformers",
 }
-RESTRICTED = [option for option in capability.SERVER_OPTIONS if option.allowed]
+RESTRICTED = [option for option in support.SERVER_OPTIONS if option.allowed]
 
 
 @pytest.mark.parametrize("option", RESTRICTED, ids=lambda option: option.flag)
@@ -311,6 +307,71 @@ def test_model_feature_is_refused(name, tmp_path):
     assert told in sentence and folder in sentence and "--kv-quant none" in sentence
 
 
+@pytest.mark.parametrize("flags", [("--oscar-kernels", "triton"), ("--oscar-kernels", "cpu")])
+def test_head_dim_that_compiled_kernels_do_not_take(flags, tmp_path, found_artifact):
+    folder = config_folder(tmp_path, qwen3_config(head_dim=72), "Qwen3ForCausalLM")
+    sentence = refusal("--model-path", folder, "--kv-quant", "oscar", *flags)
+    assert "head_dim=72" in sentence and "--oscar-kernels reference" in sentence
+    resolved("--model-path", folder, "--kv-quant", "oscar")  # PyTorch steps in on a CPU
+    resolved("--model-path", folder, "--kv-quant", "oscar", "--oscar-kernels", "reference")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "codec", "refused"),
+    [(None, None, True), ("auto", None, True), ("triton", None, True), ("reference", None, False), (None, "lossless", False)],
+)
+def test_head_dim_on_a_gpu(kernels, codec, refused, tmp_path, monkeypatch):
+    """As on a card: only what asks the card itself is left out."""
+    from sglang.srt.arg_groups import overrides
+
+    folder = config_folder(tmp_path, qwen3_config(head_dim=72), "Qwen3ForCausalLM")
+    server_args = ServerArgs(model_path=folder, kv_quant="oscar", oscar_kernels=kernels, oscar_codec=codec)
+    view = types.SimpleNamespace(
+        kv_quant="oscar", device="cuda", oscar_kernels=kernels, oscar_codec=codec, model_path=folder, tp_size=1
+    )
+    monkeypatch.setattr(overrides, "resolving_view", lambda _: view)
+    monkeypatch.setattr(overrides, "model_config_of", lambda _: ModelConfig(folder))
+    monkeypatch.setattr(check_model, "_check_machine", lambda *_: None)
+    if refused:
+        with pytest.raises(OscarRefusal, match="head_dim=72.*--oscar-kernels reference"):
+            check_model.check_model(server_args)
+    else:
+        check_model.check_model(server_args)
+
+
+def test_what_only_sglang_knows_is_refused_too(tmp_path):
+    """One config of plain attention under architectures and settings that SGLang knows more about."""
+
+    def found(architecture, **settings):
+        model_config = ModelConfig(config_folder(tmp_path / architecture, qwen3_config(), architecture))
+        for name, value in settings.items():
+            setattr(model_config, name, value)
+        return check_model.refused_features(model_config)
+
+    assert found("Qwen3ForCausalLM") == []
+    assert found("GraniteSWAForCausalLM") == [("attention_sinks", ""), ("sliding_window", "")]
+    for key, settings in (
+        ("encoder_decoder", {"is_encoder_decoder": True}),
+        ("not_generative", {"is_generation": False}),
+        ("multimodal", {"is_multimodal": True}),
+        ("mla", {"attention_arch": AttentionArch.MLA}),
+        ("linear_attention", {"attention_arch": AttentionArch.SSM}),
+        ("sliding_window", {"is_hybrid_swa": True}),
+        ("alibi", {"use_alibi": True}),
+        ("unreadable_geometry", {"head_dim": 0}),
+    ):
+        assert found("Qwen3ForCausalLM", **settings) == [(key, "")]
+
+
+@pytest.mark.parametrize("multimodal", [True, False])
+def test_text_alone_of_a_model_that_also_sees_is_served(multimodal, tmp_path):
+    text = qwen3_config().to_dict()
+    config = transformers.LlavaConfig(text_config=text, vision_config={"model_type": "clip_vision_model"})
+    folder = config_folder(tmp_path, config, "LlavaForConditionalGeneration")
+    found = check_model.refused_features(ModelConfig(folder, enable_multimodal=multimodal))
+    assert [key for key, _ in found] == (["multimodal"] if multimodal else [])
+
+
 @pytest.mark.parametrize(
     ("kind", "architecture", "told"),
     [
@@ -470,5 +531,5 @@ def test_memory_default_leaves_room(tmp_path, monkeypatch):
 
 
 def test_json_table_is_plain_data():
-    json.dumps([[row.key, row.supported, row.reason] for row in capability.MODEL_FEATURES])
+    json.dumps([[row.key, row.supported, row.reason] for row in support.MODEL_FEATURES])
     assert torch.accelerator.is_available() or start.is_meant()

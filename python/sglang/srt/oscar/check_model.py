@@ -14,6 +14,8 @@ from oscar import support
 def check_model(server_args: Any) -> None:
     """Refuse a machine or a model that the table in `oscar.support` does not claim.
 
+    Args:
+        server_args: SGLang's `ServerArgs`, while it resolves; nothing happens with --kv-quant none.
     Raises:
         OscarRefusal: the first feature found, or the reason why the model cannot be read.
     """
@@ -27,8 +29,8 @@ def check_model(server_args: Any) -> None:
         model_config = model_config_of(server_args)
     except Exception as error:
         raise unreadable(cfg.model_path, error) from None
-    for key, detail in refused_features(model_config):
-        raise refuse(support.model_refusal(key, cfg.model_path, detail))
+    for key, detail in refused_features(model_config, _compiled(cfg)):
+        raise refuse(f"oscar: {support.model_refusal(key, cfg.model_path, detail)}")
     heads, ranks = model_config.get_total_num_kv_heads(), cfg.tp_size
     if heads % ranks and ranks % heads:
         raise refuse(
@@ -45,6 +47,12 @@ def check_model(server_args: Any) -> None:
 
 
 def _check_machine(device: str, kernels: str | None) -> None:
+    """Refuse a machine on which nothing of ours runs, or not the implementation that was asked for.
+
+    Args:
+        device: as SGLang names it, e.g. "cuda" (also for ROCm) or "cpu".
+        kernels: --oscar-kernels as it was given.
+    """
     import torch
 
     kind = "rocm" if device == "cuda" and torch.version.hip else device
@@ -65,68 +73,46 @@ def _check_machine(device: str, kernels: str | None) -> None:
         )
 
 
-def refused_features(model_config: Any) -> list[tuple[str, str]]:
-    """The features of a model that `oscar.support` refuses.
+def _compiled(cfg: Any) -> bool:
+    """Whether the backend will insist on compiled kernels: PyTorch steps in on a CPU, where `auto` finds no kernels, only."""
+    if cfg.oscar_kernels in (None, "auto"):
+        return cfg.device == "cuda" and cfg.oscar_codec != "lossless"
+    return cfg.oscar_kernels != "reference"
+
+
+def refused_features(model_config: Any, compiled: bool = False) -> list[tuple[str, str]]:
+    """The features for which serving refuses a model.
+
+    `oscar.support` reads the model's own config, for all who ask. What is added here only SGLang knows: its lists of
+    architectures (those that do not generate, those with latent attention, sinks or a second KV pool), config classes of its
+    own, and whether this start serves text alone (--language-model-only), in which case images and audio do not matter.
 
     Args:
         model_config: SGLang's `ModelConfig`.
+        compiled: whether Triton kernels or the C++ library have to take the model.
     Returns:
-        (key of `support.MODEL_FEATURES`, what was found), the most telling first; empty if the model is served.
+        (key of `support.MODEL_FEATURES`, what was found) pairs, the most telling first; empty if the model is served.
     """
-    text = model_config.hf_text_config
-    found: list[tuple[str, str]] = []
-
-    def add(key: str, present: Any, detail: str = "") -> None:
-        if present:
-            found.append((key, detail))
-
-    kind = model_config.attention_arch.name
-    add("encoder_decoder", model_config.is_encoder_decoder)
-    add("not_generative", not model_config.is_generation)
-    add("multimodal", model_config.is_multimodal)
-    add("mla", kind == "MLA", f"kv_lora_rank={getattr(text, 'kv_lora_rank', None)}")
-    add("linear_attention", kind == "SSM" or _is_hybrid_linear(model_config))
-    add("attention_sinks", model_config.has_attention_sinks)
-    names = ("index_topk", "compress_ratios", "sparse_attention_config", "sparse_config", "dsa_config")
-    sparse = [name for name in names if getattr(text, name, None)]
-    add("sparse_attention", sparse, ", ".join(sparse))
-    window = _sliding_window(model_config)
-    add("sliding_window", window, window)
-    shared = getattr(text, "num_kv_shared_layers", 0)
-    add("shared_kv_layers", shared, f"num_kv_shared_layers={shared}")
-    sizes = [model_config.head_dim, model_config.swa_head_dim, getattr(text, "global_head_dim", None)]
-    sizes = sorted({size for size in sizes if size})
-    add("several_head_sizes", len(sizes) > 1, f"head_dim {' and '.join(map(str, sizes))}")
-    add("alibi", getattr(model_config, "use_alibi", False) or getattr(text, "alibi", False))
-    add("logit_cap", getattr(text, "attn_logit_softcapping", None))
-    try:
-        heads = model_config.get_total_num_kv_heads()
-    except Exception:
-        heads = None
-    add("unreadable_geometry", not heads or not model_config.head_dim, f"KV heads {heads}, head_dim {model_config.head_dim}")
-    for name in ("head_dim", "v_head_dim"):
-        size = getattr(model_config, name)
-        add("head_dim", size and size % 4, f"{name}={size}")
-    return found
-
-
-def _is_hybrid_linear(model_config: Any) -> bool:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    return mambaish_config(model_config) is not None
-
-
-def _sliding_window(model_config: Any) -> str:
-    """What says that some layer attends to a window only, or ""."""
-    text = model_config.hf_text_config
-    kinds = {kind for kind in getattr(text, "layer_types", None) or () if "sliding" in kind or "chunked" in kind}
-    if kinds:
-        return f"layer_types has {', '.join(sorted(kinds))}"
-    if model_config.is_hybrid_swa:
-        return "hybrid sliding-window architecture"
-    if model_config.attention_chunk_size:
-        return f"attention_chunk_size={model_config.attention_chunk_size}"
-    window = model_config.sliding_window_size
-    if window and window < model_config.context_len and getattr(text, "use_sliding_window", True):
-        return f"sliding_window={window}"
-    return ""
+    found = dict(support.refused(model_config.hf_config, context_len=model_config.context_len, compiled=compiled))
+    if not model_config.is_multimodal:
+        found.pop("multimodal", None)
+    kind = model_config.attention_arch.name
+    try:
+        heads = model_config.get_total_num_kv_heads()
+    except Exception:  # whatever SGLang's own reading of an unknown config raises
+        heads = None
+    known_to_sglang = {
+        "encoder_decoder": model_config.is_encoder_decoder,
+        "not_generative": not model_config.is_generation,
+        "multimodal": model_config.is_multimodal,
+        "mla": kind == "MLA",
+        "linear_attention": kind == "SSM" or mambaish_config(model_config) is not None,
+        "attention_sinks": model_config.has_attention_sinks,
+        "sliding_window": model_config.is_hybrid_swa,
+        "alibi": getattr(model_config, "use_alibi", False),
+        "unreadable_geometry": not heads or not model_config.head_dim,
+    }
+    found = {key: "" for key, present in known_to_sglang.items() if present} | found
+    return [(row.key, found[row.key]) for row in support.MODEL_FEATURES if row.key in found and not row.supported]
