@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import sglang  # noqa: F401  runs the platform plugin before ServerArgs exists
-from sglang.srt.oscar import entry, upstream
+from sglang.srt.oscar import check_upstream, entry, upstream
 
 import oscar
 
@@ -58,10 +58,10 @@ def test_upstream_files_are_as_the_wheel_brought_them():
 
 
 def test_every_upstream_symbol_is_there_with_its_parameters():
-    upstream.check()
+    check_upstream.check()
     for symbol in upstream.SYMBOLS:
         assert symbol.why
-        assert upstream.compare(symbol) is None
+        assert check_upstream.compare(symbol) is None
 
 
 def test_every_name_we_import_is_listed():
@@ -107,7 +107,10 @@ def test_every_resolution_step_we_wrap_is_overridable():
 def stub(monkeypatch):
     """A module that stands for upstream, with one class that has one method."""
     module = types.ModuleType("stub_upstream")
-    exec("class Pool:\n    def write(self, loc, value): ...\n", module.__dict__)
+    source = (
+        "class Pool:\n    size: int\n    def __init__(self): self.rows = self.spare\n    def write(self, loc, value): ...\n"
+    )
+    exec(source, module.__dict__)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
 
@@ -116,6 +119,7 @@ def stub(monkeypatch):
     ("symbol", "told"),
     [
         (upstream.Symbol("stub_upstream.Pool.move", "why"), "stub_upstream.Pool.move is missing"),
+        (upstream.Symbol("stub_upstream.Pool.spare", "why"), "stub_upstream.Pool.spare is missing"),
         (upstream.Symbol("stub_upstream.gone.Pool", "why"), "stub_upstream.gone.Pool is missing"),
         (upstream.Symbol("no_such_package.Pool", "why"), "no_such_package.Pool is missing"),
         (upstream.Symbol("stub_upstream.Pool.write", "why", ("loc",)), "takes (loc, value), expected (loc)"),
@@ -123,9 +127,14 @@ def stub(monkeypatch):
     ],
 )
 def test_a_difference_is_one_line_that_names_it(stub, symbol, told):
-    with pytest.raises(upstream.UpstreamMismatch) as caught:
-        upstream.check([upstream.Symbol("stub_upstream.Pool.write", "why", ("loc", "value")), symbol])
+    with pytest.raises(check_upstream.UpstreamMismatch) as caught:
+        check_upstream.check([upstream.Symbol("stub_upstream.Pool.write", "why", ("loc", "value")), symbol])
     assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_field_of_instances_is_found(stub):
+    """Annotated, or set by a method; one that a method only reads is not there."""
+    check_upstream.check([upstream.Symbol(f"stub_upstream.Pool.{name}", "why") for name in ("size", "rows", "write")])
 
 
 def test_renamed_symbol_stops_the_start(monkeypatch, tmp_path):
@@ -145,9 +154,9 @@ def test_renamed_symbol_stops_the_start(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("found", ["0.5.22", "0.5.24", "none"])
 def test_another_version_stops_with_found_and_wanted(monkeypatch, found):
-    monkeypatch.setattr(upstream, "installed_version", lambda: found)
-    with pytest.raises(upstream.UpstreamMismatch) as caught:
-        upstream.check()
+    monkeypatch.setattr(check_upstream, "installed_version", lambda: found)
+    with pytest.raises(check_upstream.UpstreamMismatch) as caught:
+        check_upstream.check()
     assert f"sglang {found}" in str(caught.value) and f"sglang=={oscar.SGLANG_VERSION}" in str(caught.value)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang.srt.oscar import upstream
+from sglang.srt.oscar import check_upstream
 from sglang.srt.oscar.find_artifact import find_artifact
 from sglang.srt.oscar.refusal import refuse
 
@@ -36,8 +36,8 @@ def declare_settings(server_args: Any) -> None:
     if cfg.kv_quant != "oscar":
         return
     try:
-        upstream.check()
-    except upstream.UpstreamMismatch as error:
+        check_upstream.check()
+    except check_upstream.UpstreamMismatch as error:
         raise refuse(str(error)) from None
     _check_plugin()
     _check_resolved(cfg)
