@@ -103,7 +103,7 @@ def _warn(sinks: int, recent: int, codec: str) -> None:
             DEFAULT_RECENT_TOKENS,
         )
     if codec == "lossless":
-        logger.warning("oscar: --oscar-codec lossless is for debugging: the KV cache takes as much memory as in 16 bits")
+        logger.warning("oscar: --oscar-codec lossless is for debugging: the KV cache takes twice the memory of 16 bits")
 
 
 def _graphs(cfg: Any, codec: str, kernels: str) -> Any:

@@ -90,8 +90,8 @@ FLAGS = (
         "oscar_codec",
         str,
         None,
-        "For debugging: 'lossless' stores 16-bit values through the same transforms, windows and pages, to tell path "
-        "faults from quantization loss. It saves no memory. Default 'int2'.",
+        "For debugging: 'lossless' stores float32 through the same transforms, windows and pages, to tell faults of the path "
+        "from quantization loss. It takes twice the memory of a 16-bit cache. Default 'int2'.",
         ("int2", "lossless"),
     ),
     Flag(
@@ -124,7 +124,7 @@ class OscarSettings:
         codec: "int2", or "lossless" for debugging.
         debug_checks: compare every 16-bit row that is read with its 2-bit row.
         allow_native_layers: layers that the artifact lacks stay in 16 bits.
-        kernels: implementation of the operations, see `oscar_kernel.choose`; "auto", "cpu", "triton" or "reference".
+        kernels: implementation of the operations of `oscar_kernel`: "auto", "cpu", "triton" or "reference".
     """
 
     artifact_path: str
