@@ -2,13 +2,12 @@
 
 DEFAULT_METHOD = "oscar-shaped"
 DEFAULT_SINK_TOKENS = 64
-"""First tokens of a sequence kept in BF16 (METHOD: windows of 64/256 recover the paper's figures; 0/0 scores zero)."""
+"""First tokens of a sequence kept in BF16 (windows of 64/256 recover the paper's figures, without any it scores zero)."""
 DEFAULT_RECENT_TOKENS = 256
 """Newest tokens of a sequence kept in BF16."""
 DEFAULT_K_CLIP = 0.96
 DEFAULT_V_CLIP = 0.92
 """Quantile of |x| inside one head row at which K and V are clipped (the paper's values)."""
-DEFAULT_META_DTYPE = "float16"
 DEFAULT_CALIBRATION_TOKENS = 16384
 LONGEST_SEQUENCE = 32768
 """Longest calibration sequence in tokens where none is asked for: the model's context length, but no more than this, so that

@@ -26,21 +26,16 @@ from oscar.calibration import run_sglang as sglang_capture
 from oscar.calibration import saved as saved_statistics
 from oscar.calibration.heldout import LayerErrorSums, total
 from oscar.calibration.load_model import load_model, load_tokenizer
-from oscar.calibration.options import (
-    CalibrationError,
-    CalibrationOptions,
-    check,
-    check_enough,
-    formats,
-    max_length,
-    needs_data,
-)
-from oscar.calibration.run_transformers import LayerCapture, UnsupportedModelError, capturing
+from oscar.calibration.options import CalibrationOptions, check, check_enough, formats, max_length, needs_data
+from oscar.calibration.run_transformers import LayerCapture, capturing
 from oscar.calibration.saved import Statistics, mix, token_digest
 from oscar.calibration.text import Sequence
-from oscar.format.artifact import Artifact, LayerTransforms, ModelIdentity
-from oscar.methods import transform
-from oscar.methods.statistics import LayerStatistics, MomentSums, SurrogateSums, output_moment
+from oscar.errors import OscarError
+from oscar.format.artifact import Artifact
+from oscar.format.identity import ModelIdentity
+from oscar.format.side import LayerTransforms
+from oscar.methods import METHODS
+from oscar.methods.statistics import LayerStatistics, MomentSums, SurrogateSums, difficulty, output_moment
 from oscar.progress import Steps
 
 logger = logging.getLogger(__name__)
@@ -75,22 +70,21 @@ def calibrate(options: CalibrationOptions) -> Artifact:
             if options.save_stats is not None:
                 saved_statistics.save(statistics, options.save_stats)
         coded = {i: layer for i, layer in statistics.layers.items() if i not in options.skip_layers}
-        layers = build(options, identity, coded)
+        layers = build(options, coded)
         artifact = Artifact(
             model=identity,
             method=options.method,
             group_size=options.group_size or identity.head_dim,
-            meta_dtype=options.meta_dtype,
             sink_tokens=options.sink_tokens,
             recent_tokens=options.recent_tokens,
-            num_tokens=0 if options.method in transform.DATA_FREE else statistics.num_tokens,
+            num_tokens=statistics.num_tokens if METHODS[options.method].needs_text else 0,
             layers=layers,
         )
         held_out = statistics.held_out
         if options.clip == "search":
             chosen_on, held_out = halves(held_out)
             if not chosen_on:
-                raise CalibrationError("--clip search: expected at least two held-out tokens, got fewer; raise --tokens")
+                raise OscarError("--clip search: expected at least two held-out tokens, got fewer; raise --tokens")
             if inside:
                 with steps.step("clip search", _num_tokens(chosen_on)) as advance:
                     artifact.layers = sglang_capture.search_clip(artifact, _engine(options), chosen_on, advance)
@@ -107,22 +101,13 @@ def calibrate(options: CalibrationOptions) -> Artifact:
     return artifact
 
 
-def build(
-    options: CalibrationOptions, identity: ModelIdentity, statistics: dict[int, LayerStatistics]
-) -> dict[int, LayerTransforms]:
+def build(options: CalibrationOptions, statistics: dict[int, LayerStatistics]) -> dict[int, LayerTransforms]:
     """Step 5: statistics -> transforms and clip ratios, layer by layer."""
-    own_k, own_v = transform.default_clip(options.method)
-    k_clip = own_k if options.k_clip is None else options.k_clip
-    v_clip = own_v if options.v_clip is None else options.v_clip
-    layers = {}
-    for layer_id, layer in sorted(statistics.items()):
-        decided = vars(transform.METHODS[options.method](layer, options.share_heads))
-        layers[layer_id] = LayerTransforms(
-            **{name: None if x is None else x.float().contiguous() for name, x in decided.items()},
-            k_clip=torch.full((identity.num_kv_heads,), k_clip),
-            v_clip=torch.full((identity.num_kv_heads,), v_clip),
-        )
-    return layers
+    method, clip = METHODS[options.method], (options.k_clip, options.v_clip)
+    return {
+        layer_id: method(layer, options.share_heads, clip).map(lambda x: x.float().contiguous())
+        for layer_id, layer in sorted(statistics.items())
+    }
 
 
 def collect(
@@ -183,7 +168,7 @@ def _read_text(options: CalibrationOptions, identity: ModelIdentity, model_confi
     """Step 2, the user's text: token sequences, the held-out ones marked."""
     tokenizer = load_tokenizer(options.model)
     if tokenizer is None:
-        raise CalibrationError(f"{options.model}: expected a tokenizer beside the weights to read --text, found none")
+        raise OscarError(f"{options.model}: expected a tokenizer beside the weights to read --text, found none")
     length = max_length(options, model_config)
     wanted = sources.parse(options.text, options.tokens)
     result = [s for source in wanted for s in sources.sequences(source, tokenizer, length, options.seed)]
@@ -210,7 +195,7 @@ def _statistics(
         with steps.step("statistics", _num_tokens(fit)) as advance:
             moments = sglang_capture.capture(identity, _engine(options), fit, advance)
         statistics = {i: sums.finish() for i, sums in moments.items()}
-        if options.method not in transform.NEEDS_SURROGATE:
+        if not METHODS[options.method].needs_surrogate:
             return statistics
         q_moments = {i: layer.q_moment for i, layer in statistics.items()}
         with steps.step("surrogate weights", _num_tokens(fit)) as advance:
@@ -229,7 +214,7 @@ def _statistics(
 
     _run(model, observe, fit, steps, "statistics")
     statistics = {i: sums.finish() for i, sums in moments.items()}
-    if options.method not in transform.NEEDS_SURROGATE:
+    if not METHODS[options.method].needs_surrogate:
         return statistics
 
     surrogates = {i: SurrogateSums(i, layer.q_moment) for i, layer in statistics.items()}
@@ -254,8 +239,8 @@ def _saved(options: CalibrationOptions, identity: ModelIdentity) -> Statistics:
     """Saved statistics; refused if they are not this model's or lack what the method reads."""
     statistics = saved_statistics.load(options.from_stats, identity)
     lacks = any(layer.v_surrogate_moment is None for layer in statistics.layers.values())
-    if options.method in transform.NEEDS_SURROGATE and lacks:
-        raise CalibrationError(
+    if METHODS[options.method].needs_surrogate and lacks:
+        raise OscarError(
             f"{options.from_stats}: expected the surrogate moments that --method {options.method} reads, found none; "
             f"save them with --save-stats and the same --method"
         )
@@ -326,7 +311,7 @@ def _num_tokens(sequences: list[Sequence]) -> int:
 def _provenance(options: CalibrationOptions, statistics: Statistics, held_out: list[Sequence], errors: dict) -> dict:
     """JSON-able record: nothing of the machine in it but what changes the numbers."""
     layers = list(next(iter(errors.values()))) if errors else []
-    used = options.method not in transform.DATA_FREE
+    used = METHODS[options.method].needs_text
     return {
         "seed": statistics.seed,
         "share_heads": options.share_heads,
@@ -338,7 +323,7 @@ def _provenance(options: CalibrationOptions, statistics: Statistics, held_out: l
         "longest_sequence": statistics.longest_sequence if used else 0,
         "token_digest": statistics.token_digest,
         "versions": statistics.versions,
-        "shape": {str(i): transform.shape(layer) for i, layer in statistics.layers.items() if layer.num_tokens},
+        "shape": {str(i): difficulty(layer) for i, layer in statistics.layers.items() if layer.num_tokens},
         "held_out": {
             "tokens": _num_tokens(held_out),
             "longest_sequence": max((len(s.tokens) for s in held_out), default=0),
@@ -357,7 +342,7 @@ def _check_shapes(capture: LayerCapture, identity: ModelIdentity) -> None:
     got = capture.k.shape[1], capture.k.shape[-1], capture.v.shape[-1]
     expected = identity.num_kv_heads, identity.head_dim, identity.v_head_dim
     if got != expected:
-        raise UnsupportedModelError(
+        raise OscarError(
             f"layer {capture.layer_id}: expected (num_kv_heads, head_dim, v_head_dim) = {expected} as in config.json, "
             f"got {got}; layers of different shapes are not supported"
         )

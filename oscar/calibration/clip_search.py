@@ -9,11 +9,11 @@ from torch import Tensor
 
 from oscar.calibration.heldout import Positions, attend_mixed, output_cost, output_squares, reconstruct
 from oscar.calibration.run_transformers import LayerCapture
-from oscar.format.artifact import LayerTransforms
 from oscar.format.codec import RowFormat
+from oscar.format.side import LayerTransforms
 
 GRID = (0.84, 0.88, 0.90, 0.92, 0.94, 0.96, 0.98, 1.0)
-"""Quantiles tried. Gaussian rows are met best near 0.87 (METHOD 1.6), the paper has 0.96 for keys and 0.92 for values."""
+"""Quantiles tried. Gaussian rows are met best near 0.87, the paper has 0.96 for keys and 0.92 for values."""
 
 
 class ClipSearch:
@@ -39,7 +39,7 @@ class ClipSearch:
     ):
         self.transforms, self.k_format, self.v_format = transforms, k_format, v_format
         self.sink_tokens, self.recent_tokens = sink_tokens, recent_tokens
-        heads = transforms.k_clip.shape[0]
+        heads = transforms.k.clip.shape[0]
         self.cost: Tensor | None = None
         self.errors = {side: torch.zeros(len(GRID), heads, dtype=torch.float64) for side in ("k", "v")}
 
@@ -60,9 +60,9 @@ class ClipSearch:
 
             output, t = attend(k, v), self.transforms
             for i, quantile in enumerate(GRID):
-                clip = torch.full_like(t.k_clip, quantile)
-                k_hat = reconstruct(k, self.k_format, t.k_transform, clip, t.k_mean, t.k_levels, t.k_shaping)
-                v_hat = reconstruct(v, self.v_format, t.v_transform, clip, t.v_mean, t.v_levels, t.v_shaping)
+                clip = torch.full_like(t.k.clip, quantile)
+                k_hat = reconstruct(k, self.k_format, replace(t.k, clip=clip))
+                v_hat = reconstruct(v, self.v_format, replace(t.v, clip=clip))
                 self.errors["k"][i] += output_squares(attend(k_hat, v) - output, self.cost, k.shape[0])
                 self.errors["v"][i] += output_squares(attend(k, v_hat) - output, self.cost, k.shape[0])
 
@@ -70,4 +70,5 @@ class ClipSearch:
         """The layer with the quantiles of least error in it; of equals the largest, which clips least."""
         grid = torch.tensor(GRID)
         picked = {side: grid[len(GRID) - 1 - errors.flip(0).argmin(0)].contiguous() for side, errors in self.errors.items()}
-        return replace(self.transforms, k_clip=picked["k"], v_clip=picked["v"])
+        t = self.transforms
+        return LayerTransforms(replace(t.k, clip=picked["k"]), replace(t.v, clip=picked["v"]))

@@ -22,8 +22,10 @@ import oscar
 from oscar import config, support
 from oscar.calibration.run_transformers import check_supported
 from oscar.errors import OscarError
-from oscar.format.artifact import Artifact, LayerTransforms, ModelIdentity
+from oscar.format.artifact import Artifact
 from oscar.format.codec import RowFormat
+from oscar.format.identity import ModelIdentity
+from oscar.format.side import LayerTransforms, Side
 
 METHOD = "rotation-files"
 READS = (1, 2)
@@ -31,10 +33,6 @@ READS = (1, 2)
 ORTHOGONAL_TO = 1e-3
 """Largest entry of |R R^T - I| that passes: float32 rounding of the public files stays near 1e-6, bfloat16 near 1e-2."""
 _SIDES = {"qqt": "K", "ktk": "K", "sst": "V", "vtv": "V"}
-
-
-class ConvertError(OscarError):
-    """A rotation file that cannot be used, as one sentence."""
 
 
 def convert(
@@ -58,15 +56,14 @@ def convert(
         sink_tokens, recent_tokens: windows recorded.
         allow_native_layers: let both files lack the same layers, which then stay in 16 bits.
     Raises:
-        ConvertError, ArtifactError: a file cannot be used, or the two do not fit the model.
-        UnsupportedModelError: calibration refuses the model too.
+        OscarError: a file cannot be used, the two do not fit the model, or calibration refuses the model too.
     """
     for name, value in (("k_clip", k_clip), ("v_clip", v_clip)):
         if not 0 < value <= 1:
-            raise ConvertError(f"{name} must be in (0, 1], got {value}")
+            raise OscarError(f"{name} must be in (0, 1], got {value}")
     for name, value in (("sink_tokens", sink_tokens), ("recent_tokens", recent_tokens)):
         if value < 0:
-            raise ConvertError(f"{name} must not be negative, got {value}")
+            raise OscarError(f"{name} must not be negative, got {value}")
     identity = ModelIdentity.from_path(model)
     model_config = json.loads(Path(model, "config.json").read_text())
     check_supported(model_config)
@@ -76,20 +73,19 @@ def convert(
         for dim in (identity.head_dim, identity.v_head_dim):
             RowFormat(dim, dim if size == identity.head_dim else size)
     except ValueError as error:
-        raise ConvertError(f"group size does not fit this model: {error}") from error
+        raise OscarError(f"group size does not fit this model: {error}") from error
     k, k_record = read(k_path, "K", identity, allow_native_layers)
     v, v_record = read(v_path, "V", identity, allow_native_layers)
     if differ := sorted(k.keys() ^ v.keys()):
-        raise ConvertError(f"{v_path}: expected the same layers as in {k_path}, but layer {differ[0]} is in one of them only")
+        raise OscarError(f"{v_path}: expected the same layers as in {k_path}, but layer {differ[0]} is in one of them only")
     heads = identity.num_kv_heads
     layers = {
-        i: LayerTransforms(k[i], v[i], torch.full((heads,), float(k_clip)), torch.full((heads,), float(v_clip))) for i in k
+        i: LayerTransforms(*(Side(x[i], torch.full((heads,), float(c))) for x, c in ((k, k_clip), (v, v_clip)))) for i in k
     }
     return Artifact(
         model=identity,
         method=METHOD,
         group_size=size,
-        meta_dtype=config.DEFAULT_META_DTYPE,
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,
         num_tokens=0,
@@ -116,20 +112,18 @@ def read(
     Returns:
         (layer_id -> [num_kv_heads, d, d] float32, JSON-able record of where they come from).
     Raises:
-        ConvertError: see the sentences below.
+        OscarError: see the sentences below.
     """
     path = Path(path)
     content = _unpickle(path)
     if not isinstance(content, dict) or not isinstance(content.get("layers"), dict):
-        raise ConvertError(f"{path}: expected a rotation file, a dictionary with 'layers', got {_kind(content)}")
+        raise OscarError(f"{path}: expected a rotation file, a dictionary with 'layers', got {_kind(content)}")
     version = content.get("format_version")
     if version not in READS:
-        raise ConvertError(f"{path}: rotation file format version {version!r}, this build reads {READS[0]} and {READS[1]}")
+        raise OscarError(f"{path}: rotation file format version {version!r}, this build reads {READS[0]} and {READS[1]}")
     objective = str(content.get("objective", "unknown"))
     if _SIDES.get(objective.split("_")[0], side) != side:
-        raise ConvertError(
-            f"{path}: objective {objective!r} is for {_SIDES[objective.split('_')[0]]}; give the {side} file here"
-        )
+        raise OscarError(f"{path}: objective {objective!r} is for {_SIDES[objective.split('_')[0]]}; give the {side} file here")
     layers = _numbered(path, content["layers"])
     expected = set(range(identity.num_layers))
     missing = expected - layers.keys()
@@ -137,20 +131,20 @@ def read(
         found = f"{len(layers)} ({min(layers, default=0)} to {max(layers, default=0)})"
         lacks = f", without layer {', '.join(map(str, sorted(missing)))}" if missing else ""
         advice = "; --allow-native-layers keeps those in 16 bits" if missing and layers.keys() <= expected and layers else ""
-        raise ConvertError(f"{path}: expected layers 0 to {identity.num_layers - 1} of this model, got {found}{lacks}{advice}")
+        raise OscarError(f"{path}: expected layers 0 to {identity.num_layers - 1} of this model, got {found}{lacks}{advice}")
     d, heads = (identity.head_dim if side == "K" else identity.v_head_dim), identity.num_kv_heads
     result, shared = {}, False
     for i in sorted(layers):
         rotation = layers[i].get("rotation") if isinstance(layers[i], dict) else None
         if not isinstance(rotation, Tensor) or not rotation.is_floating_point():
-            raise ConvertError(f"{path}: layer {i}: expected a tensor of floats as 'rotation', got {_kind(rotation)}")
+            raise OscarError(f"{path}: layer {i}: expected a tensor of floats as 'rotation', got {_kind(rotation)}")
         if tuple(rotation.shape) not in ((d, d), (heads, d, d)):
-            raise ConvertError(
+            raise OscarError(
                 f"{path}: layer {i}: expected a rotation of shape {(d, d)} or {(heads, d, d)}, got {tuple(rotation.shape)}"
             )
         off = orthogonality(rotation)
         if not off <= ORTHOGONAL_TO:  # NaN too
-            raise ConvertError(
+            raise OscarError(
                 f"{path}: layer {i}: expected an orthogonal matrix, got one with |R R^T - I| up to {off:.3g} "
                 f"(at most {ORTHOGONAL_TO:g} passes)"
             )
@@ -175,17 +169,17 @@ def orthogonality(rotation: Tensor) -> float:
 
 def _unpickle(path: Path):
     if not path.is_file():
-        raise ConvertError(f"{path}: expected a rotation file, found none; check the path")
+        raise OscarError(f"{path}: expected a rotation file, found none; check the path")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if "global" not in str(error).lower() and "unsupported" not in str(error).lower():
-            raise ConvertError(f"{path}: not a whole file of torch.save; download it again") from error
-        raise ConvertError(
+            raise OscarError(f"{path}: not a whole file of torch.save; download it again") from error
+        raise OscarError(
             f"{path}: reading this file would run code from it, which is refused; expected plain tensors and dictionaries"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
-        raise ConvertError(f"{path}: not a whole file of torch.save; download it again") from error
+        raise OscarError(f"{path}: not a whole file of torch.save; download it again") from error
 
 
 def _numbered(path: Path, layers: dict) -> dict[int, object]:
@@ -195,9 +189,9 @@ def _numbered(path: Path, layers: dict) -> dict[int, object]:
         try:
             number = int(key)
         except (TypeError, ValueError) as error:
-            raise ConvertError(f"{path}: expected layer numbers as keys of 'layers', got {key!r}") from error
+            raise OscarError(f"{path}: expected layer numbers as keys of 'layers', got {key!r}") from error
         if number in result:
-            raise ConvertError(f"{path}: layer {number} is there twice")
+            raise OscarError(f"{path}: layer {number} is there twice")
         result[number] = value
     return result
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from oscar.calibration.run_transformers import LayerCapture
-from oscar.format.artifact import LayerTransforms
 from oscar.format.codec import RowFormat, decode, encode
 from oscar.format.linalg import inverses
+from oscar.format.side import LayerTransforms, Side
 from oscar.methods.statistics import output_moment
 
 MAX_QUERIES = 256
@@ -64,7 +64,7 @@ class LayerErrorSums:
     """Sums of squared errors and squares of one layer.
 
     Args:
-        transforms: the layer's transforms, clip ratios, means and levels.
+        transforms: the layer's transforms.
         k_format, v_format: row formats of K and V.
         sink_tokens, recent_tokens: windows kept exact for `served`.
     """
@@ -92,15 +92,8 @@ class LayerErrorSums:
 
     def _add_sequence(self, capture: LayerCapture, q: Tensor, k: Tensor, v: Tensor) -> None:
         t = self.transforms
-        plain = LayerTransforms(
-            *(torch.eye(x.shape[-1]).expand_as(x) for x in (t.k_transform, t.v_transform)),
-            torch.ones_like(t.k_clip),
-            torch.ones_like(t.v_clip),
-        )
-        k_hat = reconstruct(k, self.k_format, t.k_transform, t.k_clip, t.k_mean, t.k_levels, t.k_shaping)
-        v_hat = reconstruct(v, self.v_format, t.v_transform, t.v_clip, t.v_mean, t.v_levels, t.v_shaping)
-        k_plain = reconstruct(k, self.k_format, plain.k_transform, plain.k_clip)
-        v_plain = reconstruct(v, self.v_format, plain.v_transform, plain.v_clip)
+        k_hat, v_hat = reconstruct(k, self.k_format, t.k), reconstruct(v, self.v_format, t.v)
+        k_plain, v_plain = reconstruct(k, self.k_format, plain(t.k)), reconstruct(v, self.v_format, plain(t.v))
         for name, x, x_hat in (("k", k, k_hat), ("v", v, v_hat), ("plain_k", k, k_plain), ("plain_v", v, v_plain)):
             self._count(name, x, x_hat)
 
@@ -155,33 +148,27 @@ def total(sums: Iterable[LayerErrorSums]) -> LayerError:
     return LayerError(**result)
 
 
-def reconstruct(
-    x: Tensor,
-    fmt: RowFormat,
-    transform: Tensor,
-    clip: Tensor,
-    mean: Tensor | None = None,
-    levels: Tensor | None = None,
-    shaping: Tensor | None = None,
-) -> Tensor:
+def plain(side: Side) -> Side:
+    """Plain 2-bit in place of a side: no transform, nothing clipped."""
+    eye = torch.eye(side.transform.shape[-1], device=side.transform.device)
+    return Side(eye.expand_as(side.transform), torch.ones_like(side.clip))
+
+
+def reconstruct(x: Tensor, fmt: RowFormat, side: Side) -> Tensor:
     """Encode, decode and transform back.
 
     Args:
         x: [num_kv_heads, num_tokens, d] float32, in the model's own space.
         fmt: row format.
-        transform: [num_kv_heads, d, d] float32.
-        clip: [num_kv_heads] float32.
-        mean: [num_kv_heads, d] float32 taken off before and put back after; None for none.
-        levels: [num_kv_heads, 4] float32 or None.
-        shaping: [num_kv_heads, d, d] float32 or None.
+        side: how the rows are written, float32.
     Returns:
         [num_kv_heads, num_tokens, d] float32.
     """
-    transform = transform.to(x.device)
-    offset = 0.0 if mean is None else mean.to(x.device).unsqueeze(1)
-    rows = ((x - offset) @ transform).transpose(0, 1).contiguous()  # [num_tokens, num_kv_heads, d]
-    decoded = decode(encode(rows, fmt, clip.to(x.device), levels, shaping), fmt, levels).transpose(0, 1)
-    back = inverses(transform.double()).float()
+    side = side.map(lambda tensor: tensor.to(x.device))
+    offset = 0.0 if side.mean is None else side.mean.unsqueeze(1)
+    rows = ((x - offset) @ side.transform).transpose(0, 1).contiguous()  # [num_tokens, num_kv_heads, d]
+    decoded = decode(encode(rows, fmt, side.clip, side.shaping), fmt).transpose(0, 1)
+    back = inverses(side.transform.double()).float()
     return decoded @ back + offset
 
 

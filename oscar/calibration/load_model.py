@@ -12,10 +12,6 @@ from oscar.errors import OscarError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class LoadError(OscarError):
-    """A model that cannot be loaded, as one sentence."""
-
-
 def load_model(folder: str | Path, model_config, dtype: str, device: str):
     """Load a causal language model.
 
@@ -28,7 +24,7 @@ def load_model(folder: str | Path, model_config, dtype: str, device: str):
     Returns:
         The model in eval mode on the device.
     Raises:
-        LoadError: no such device, or weight files that are damaged or incomplete.
+        OscarError: no such device, or weight files that are damaged or incomplete.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -41,13 +37,13 @@ def load_model(folder: str | Path, model_config, dtype: str, device: str):
     try:
         model, info = AutoModelForCausalLM.from_pretrained(folder, config=model_config, dtype=kind, output_loading_info=True)
     except Exception as error:  # every library below has errors of its own for a damaged file
-        raise LoadError(f"{folder}: cannot load the model: {first_line(error)}") from error
+        raise OscarError(f"{folder}: cannot load the model: {first_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
     if missing := sorted(info["missing_keys"]):
-        raise LoadError(f"{folder}: the weight files lack {missing[0]} and {len(missing) - 1} more; check the download")
+        raise OscarError(f"{folder}: the weight files lack {missing[0]} and {len(missing) - 1} more; check the download")
     return model.to(place).eval()
 
 
@@ -73,7 +69,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise LoadError(f"device {name!r}: expected a device that torch can use here: {first_line(error)}") from error
+        raise OscarError(f"device {name!r}: expected a device that torch can use here: {first_line(error)}") from error
     return device
 
 

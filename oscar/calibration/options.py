@@ -12,18 +12,14 @@ from oscar.calibration import sources
 from oscar.calibration.load_model import DTYPES, first_line
 from oscar.calibration.run_transformers import check_supported
 from oscar.errors import OscarError
-from oscar.format.artifact import ModelIdentity
 from oscar.format.codec import RowFormat
-from oscar.methods import transform
+from oscar.format.identity import ModelIdentity
+from oscar.methods import METHODS
 
 CLIPS = ("paper", "search")
 BACKENDS = ("hf", "sglang")
 MIN_TOKENS_PER_DIM = 2
 """Fewest tokens a head dimension: below one the value moment is singular whatever the text."""
-
-
-class CalibrationError(OscarError):
-    """Calibration cannot go on, as one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +30,9 @@ class CalibrationOptions:
         model: model folder, Hugging Face layout.
         text: text files, "FILE" or "FILE:TOKENS" each (see `oscar.calibration.sources`); none: the model writes its own text.
         tokens: budget over all text, held-out part included; where every file has a budget of its own, their sum counts.
-        method: a name in `transform.METHODS`.
+        method: a name in `oscar.methods.METHODS`.
         share_heads: one transform for all KV heads of a layer, as the public implementation has it.
         group_size: elements that share a centre and a step; None: head_dim.
-        meta_dtype: type of centre and step.
         clip: "paper": the method's fixed quantiles; "search": chosen per layer, head and side on held-out text.
         k_clip, v_clip: fixed quantile of |x| in (0, 1] for one side; None: the method's own.
         sink_tokens, recent_tokens: windows recorded and used to measure the error as served.
@@ -62,7 +57,6 @@ class CalibrationOptions:
     method: str = config.DEFAULT_METHOD
     share_heads: bool = False
     group_size: int | None = None
-    meta_dtype: str = config.DEFAULT_META_DTYPE
     clip: str = "paper"
     k_clip: float | None = None
     v_clip: float | None = None
@@ -91,36 +85,36 @@ def check(options: CalibrationOptions):
     """
     from transformers import AutoConfig
 
-    if options.method not in transform.METHODS:
-        raise CalibrationError(f"method must be one of {', '.join(transform.METHODS)}, got {options.method!r}")
+    if options.method not in METHODS:
+        raise OscarError(f"method must be one of {', '.join(METHODS)}, got {options.method!r}")
     if options.dtype not in ("auto", *DTYPES):
-        raise CalibrationError(f"dtype must be auto or one of {', '.join(DTYPES)}, got {options.dtype!r}")
+        raise OscarError(f"dtype must be auto or one of {', '.join(DTYPES)}, got {options.dtype!r}")
     for name in ("tokens", "max_length"):
         value = getattr(options, name)
         if value is not None and value <= 0:
-            raise CalibrationError(f"{name} must be positive, got {value}")
+            raise OscarError(f"{name} must be positive, got {value}")
     for name in ("sink_tokens", "recent_tokens"):
         if getattr(options, name) < 0:
-            raise CalibrationError(f"{name} must not be negative, got {getattr(options, name)}")
+            raise OscarError(f"{name} must not be negative, got {getattr(options, name)}")
     for name in ("k_clip", "v_clip"):
         value = getattr(options, name)
         if value is not None and not 0 < value <= 1:
-            raise CalibrationError(f"{name} must be in (0, 1], got {value}")
+            raise OscarError(f"{name} must be in (0, 1], got {value}")
     if not Path(options.model, "config.json").is_file():  # not left to the library, which would ask the network
-        raise CalibrationError(f"{options.model}: expected a model folder with config.json, found none; check the path")
+        raise OscarError(f"{options.model}: expected a model folder with config.json, found none; check the path")
     try:
         model_config = AutoConfig.from_pretrained(options.model)
     except (OSError, ValueError, KeyError) as error:
-        raise CalibrationError(f"{options.model}: cannot read the model's configuration: {first_line(error)}") from error
+        raise OscarError(f"{options.model}: cannot read the model's configuration: {first_line(error)}") from error
     check_supported(model_config)
     if options.clip not in CLIPS:
-        raise CalibrationError(f"clip must be one of {', '.join(CLIPS)}, got {options.clip!r}")
+        raise OscarError(f"clip must be one of {', '.join(CLIPS)}, got {options.clip!r}")
     _check_backend(options)
     if options.clip == "search" and (options.k_clip is not None or options.v_clip is not None):
-        raise CalibrationError("clip: expected either a search or fixed quantiles, got both")
+        raise OscarError("clip: expected either a search or fixed quantiles, got both")
     if options.from_stats is not None and (options.text or options.save_stats is not None):
         other = "--text" if options.text else "--save-stats"
-        raise CalibrationError(f"--from-stats {options.from_stats}: expected no {other} beside it; the file has its own text")
+        raise OscarError(f"--from-stats {options.from_stats}: expected no {other} beside it; the file has its own text")
     for source in sources.parse(options.text, options.tokens):
         sources.check(source)
     identity = ModelIdentity.from_path(options.model)
@@ -128,9 +122,9 @@ def check(options: CalibrationOptions):
     try:
         formats(options, identity)
     except ValueError as error:
-        raise CalibrationError(f"group size does not fit this model: {error}") from error
+        raise OscarError(f"group size does not fit this model: {error}") from error
     if identity.weight_digest is None:
-        raise CalibrationError(f"{options.model}: expected weight files (*.safetensors), found none; check --model")
+        raise OscarError(f"{options.model}: expected weight files (*.safetensors), found none; check --model")
     if needs_data(options):
         check_enough(
             sum(s.tokens for s in sources.parse(options.text, options.tokens)) or options.tokens, identity, "asked for"
@@ -139,25 +133,23 @@ def check(options: CalibrationOptions):
 
 
 def check_skipped(skip_layers: tuple[int, ...], identity: ModelIdentity) -> None:
-    """Raise CalibrationError unless these are layers of the model, and not all of them."""
+    """Raise OscarError unless these are layers of the model, and not all of them."""
     if bad := [i for i in skip_layers if not 0 <= i < identity.num_layers]:
-        raise CalibrationError(f"--skip-layers: expected layers from 0 to {identity.num_layers - 1}, got {bad[0]}")
+        raise OscarError(f"--skip-layers: expected layers from 0 to {identity.num_layers - 1}, got {bad[0]}")
     if len(set(skip_layers)) == identity.num_layers:
-        raise CalibrationError(
-            f"--skip-layers: expected fewer than all {identity.num_layers} layers; serve with --kv-quant none"
-        )
+        raise OscarError(f"--skip-layers: expected fewer than all {identity.num_layers} layers; serve with --kv-quant none")
 
 
 def formats(options: CalibrationOptions, identity: ModelIdentity) -> tuple[RowFormat, RowFormat]:
     """Row formats of K and V; a group as wide as a K row means a whole row on the V side too."""
     size = options.group_size
     v_size = identity.v_head_dim if size in (None, identity.head_dim) else size
-    return RowFormat(identity.head_dim, size, options.meta_dtype), RowFormat(identity.v_head_dim, v_size, options.meta_dtype)
+    return RowFormat(identity.head_dim, size), RowFormat(identity.v_head_dim, v_size)
 
 
 def needs_data(options: CalibrationOptions) -> bool:
     """Whether any text has to be read for the statistics."""
-    return options.method not in transform.DATA_FREE or options.save_stats is not None
+    return METHODS[options.method].needs_text or options.save_stats is not None
 
 
 def max_length(options: CalibrationOptions, model_config) -> int:
@@ -170,10 +162,10 @@ def max_length(options: CalibrationOptions, model_config) -> int:
 
 
 def check_enough(tokens: int, identity: ModelIdentity, where: str) -> None:
-    """Raise CalibrationError unless the tokens are enough for the statistics of a head. where: how they were counted."""
+    """Raise OscarError unless the tokens are enough for the statistics of a head. where: how they were counted."""
     need = MIN_TOKENS_PER_DIM * max(identity.head_dim, identity.v_head_dim)
     if tokens < need:
-        raise CalibrationError(
+        raise OscarError(
             f"too few tokens: expected at least {need} for head_dim {identity.head_dim}, got {tokens} {where}; "
             "give more text or a larger --tokens"
         )
@@ -182,16 +174,16 @@ def check_enough(tokens: int, identity: ModelIdentity, where: str) -> None:
 def _check_backend(options: CalibrationOptions) -> None:
     """Refuse what a backend cannot do."""
     if options.backend not in BACKENDS:
-        raise CalibrationError(f"backend must be one of {', '.join(BACKENDS)}, got {options.backend!r}")
+        raise OscarError(f"backend must be one of {', '.join(BACKENDS)}, got {options.backend!r}")
     if options.backend == "hf":
         if options.tp != 1 or options.engine:
-            raise CalibrationError("--tp and --engine-args are for --backend sglang; expected neither with --backend hf")
+            raise OscarError("--tp and --engine-args are for --backend sglang; expected neither with --backend hf")
         return
     if options.tp < 1:
-        raise CalibrationError(f"tp must be positive, got {options.tp}")
+        raise OscarError(f"tp must be positive, got {options.tp}")
     if not options.text and options.from_stats is None:
-        raise CalibrationError("--backend sglang: expected --text, got none; only --backend hf lets the model write its own")
+        raise OscarError("--backend sglang: expected --text, got none; only --backend hf lets the model write its own")
     if options.device != "auto":
-        raise CalibrationError("--backend sglang does not support --device; give SGLang's own through --engine-args")
+        raise OscarError("--backend sglang does not support --device; give SGLang's own through --engine-args")
     if importlib.util.find_spec("sglang") is None:
-        raise CalibrationError("--backend sglang: expected the package sglang, found none; install it or use --backend hf")
+        raise OscarError("--backend sglang: expected the package sglang, found none; install it or use --backend hf")

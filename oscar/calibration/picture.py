@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from oscar.format.artifact import Artifact, write_whole
+from oscar.format.artifact import Artifact
+from oscar.format.sealed_file import write_whole
 
 FORMATS = ("png", "svg", "pdf")
 _BEFORE, _AFTER, _SERVED = "#b0b0b0", "#1f6fb4", "#d1622b"
@@ -18,7 +19,7 @@ def draw(artifact: Artifact, path: str | Path) -> None:
         artifact: with held-out errors in its provenance, as `calibrate` makes it; what is missing leaves its panel empty.
         path: file whose suffix is one of FORMATS.
     Raises:
-        ArtifactError: the file cannot be written.
+        OscarError: the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

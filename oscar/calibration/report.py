@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from oscar import support
-from oscar.calibration.calibrate import CalibrationError, CalibrationOptions, check, formats
+from oscar.calibration.calibrate import CalibrationOptions, check, formats
+from oscar.errors import OscarError
 from oscar.format import sizing
-from oscar.format.artifact import Artifact, ArtifactError, ModelIdentity
+from oscar.format.artifact import Artifact
+from oscar.format.identity import ModelIdentity
 
 RECOMMENDED, USABLE = 0.1, 0.25
 """Largest error of attention's output, as served, that is called recommended, and usable with larger windows."""
@@ -135,7 +137,7 @@ def describe(artifact: Artifact) -> dict:
     native = len(artifact.native_layers)
 
     def clip(side: str) -> float | str:
-        ratios = torch.cat([getattr(layer, f"{side}_clip") for layer in artifact.layers.values()])
+        ratios = torch.cat([getattr(layer, side).clip for layer in artifact.layers.values()])
         low, high = (float(f"{x:.4g}") for x in (ratios.min(), ratios.max()))
         return low if low == high else f"{low} to {high}"
 
@@ -143,7 +145,6 @@ def describe(artifact: Artifact) -> dict:
         "model": asdict(model) | {"fingerprint": model.fingerprint},
         "method": artifact.method,
         "group_size": artifact.group_size,
-        "meta_dtype": artifact.meta_dtype,
         "sink_tokens": artifact.sink_tokens,
         "recent_tokens": artifact.recent_tokens,
         "num_tokens": artifact.num_tokens,
@@ -168,16 +169,16 @@ def verify(artifact: Artifact, path: str | Path) -> dict:
         JSON-able {"layers", "native_layers", "method", "architecture", "fingerprint", "condition": the largest condition
         number}.
     Raises:
-        ArtifactError: a transform is singular or nearly so; layer, side and head are named.
+        OscarError: a transform is singular or nearly so; layer, side and head are named.
     """
     worst = 1.0
     for layer_id, layer in artifact.layers.items():
         for side in ("k", "v"):
-            for head, matrix in enumerate(getattr(layer, f"{side}_transform").double()):
+            for head, matrix in enumerate(getattr(layer, side).transform.double()):
                 values = torch.linalg.svdvals(matrix)
                 condition = float(values[0] / values[-1]) if values[-1] > 0 else float("inf")
                 if condition > MAX_CONDITION:
-                    raise ArtifactError(
+                    raise OscarError(
                         f"{path}: layers.{layer_id}.{side}_transform, head {head}: expected an invertible matrix, got "
                         f"condition number {condition:.3g} (at most {MAX_CONDITION:g} passes); run `oscar calibrate` again"
                     )
@@ -213,15 +214,15 @@ def plan(
     Returns:
         JSON-able numbers in bytes and tokens.
     Raises:
-        ArtifactError, CalibrationError: no such model, or a value that cannot be.
+        OscarError, OscarError: no such model, or a value that cannot be.
     """
     windows = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
     options = CalibrationOptions(model, group_size=group_size, skip_layers=skip_layers, method="identity", **windows)
     identity, _ = check(options)
     if memory_gib is not None and memory_gib <= 0:
-        raise CalibrationError(f"memory must be positive, got {memory_gib} GiB")
+        raise OscarError(f"memory must be positive, got {memory_gib} GiB")
     if bad := [n for n in contexts if n <= 0]:
-        raise CalibrationError(f"context must be positive, got {bad[0]}")
+        raise OscarError(f"context must be positive, got {bad[0]}")
     k, v = formats(options, identity)
     geometry, native = (identity.num_layers, identity.num_kv_heads), len(set(skip_layers))
     coded, full = sizing.bytes_per_token(*geometry, k, v, native), _full_bytes(identity)

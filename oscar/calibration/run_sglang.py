@@ -35,7 +35,9 @@ from oscar.calibration.heldout import LayerErrorSums
 from oscar.calibration.text import Sequence
 from oscar.errors import OscarError
 from oscar.format import artifact as artifacts
-from oscar.format.artifact import Artifact, LayerTransforms, ModelIdentity, kv_heads_of_rank
+from oscar.format.artifact import Artifact
+from oscar.format.identity import ModelIdentity
+from oscar.format.side import LayerTransforms, kv_heads_of_rank
 from oscar.methods.statistics import MomentSums
 
 MODULE = "sglang.srt.oscar.capture"
@@ -46,10 +48,6 @@ _HOW = {"q_moment": "sum", "v_score_moment": "sum", "output_moment": "mean"}
 
 
 Advance = Callable[[int], None]
-
-
-class EngineError(OscarError):
-    """SGLang could not capture, as one sentence."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def capture(
     Returns:
         layer_id -> sums, of every layer.
     Raises:
-        EngineError: the engine ended with an error (its own messages are on stderr), or did not see exactly these tokens.
+        OscarError: the engine ended with an error (its own messages are on stderr), or did not see exactly these tokens.
     """
     with _serve(identity, engine, "statistics", sequences, advance) as files:
         return merge(identity, files, sequences)
@@ -103,7 +101,7 @@ def surrogate(
     Returns:
         layer_id -> [num_kv_heads, v_head_dim, v_head_dim] float64.
     Raises:
-        EngineError: as `capture`.
+        OscarError: as `capture`.
     """
     given = {f"layers.{i}": moment for i, moment in q_moments.items()}
     with _serve(identity, engine, "surrogate", sequences, advance, given) as files:
@@ -114,7 +112,7 @@ def surrogate(
 def search_clip(
     artifact: Artifact, engine: Engine, sequences: list[Sequence], advance: Advance = lambda tokens: None
 ) -> dict[int, LayerTransforms]:
-    """The artifact's layers with the quantiles that `ClipSearch` finds. Raises EngineError as `capture`."""
+    """The artifact's layers with the quantiles that `ClipSearch` finds. Raises OscarError as `capture`."""
     formats = artifact.k_format, artifact.v_format, artifact.sink_tokens, artifact.recent_tokens
     result = {}
     with _serve(artifact.model, engine, "clip", sequences, advance, artifact=artifact) as files:
@@ -132,7 +130,7 @@ def measure(
     """Error sums by source and layer, as `heldout` defines them, out of SGLang's own queries, keys and values.
 
     Raises:
-        EngineError: as `capture`.
+        OscarError: as `capture`.
     """
     formats = artifact.k_format, artifact.v_format, artifact.sink_tokens, artifact.recent_tokens
     result: dict[str, dict[int, LayerErrorSums]] = {}
@@ -162,7 +160,7 @@ def _serve(
         for rank in range(engine.tp_size):
             kv_heads_of_rank(identity.num_kv_heads, rank, engine.tp_size)
     except ValueError as error:
-        raise EngineError(str(error)) from error
+        raise OscarError(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="oscar-capture-") as name:
         folder = Path(name)
         settings = {"model_path": str(engine.model), "tp_size": engine.tp_size, "dtype": engine.dtype} | engine.more
@@ -181,7 +179,7 @@ def _serve(
                 told = done
             advance(sum(len(s.tokens) for s in sequences) - told)
         if code:
-            raise EngineError(f"{engine.model}: SGLang ended with exit code {code} (its message is above); try --backend hf")
+            raise OscarError(f"{engine.model}: SGLang ended with exit code {code} (its message is above); try --backend hf")
         yield [folder / f"rank-{rank}.safetensors" for rank in range(engine.tp_size)]
 
 
@@ -197,7 +195,7 @@ def merge(identity: ModelIdentity, files: list[Path], sequences: list[Sequence])
     """Sums of the whole model from those of its ranks, in rank order.
 
     Raises:
-        EngineError: a rank's file or a layer is missing, or a rank counted other tokens than were sent.
+        OscarError: a rank's file or a layer is missing, or a rank counted other tokens than were sent.
     """
     tokens = sum(len(s.tokens) for s in sequences)
     result = {}
@@ -227,13 +225,13 @@ def _ranks(identity: ModelIdentity, files: list[Path], sequences: list[Sequence]
     expected, result = sum(len(s.tokens) for s in sequences), []
     for rank, path in enumerate(files):
         if not path.is_file():
-            raise EngineError(f"rank {rank}: expected its sums in {path.name}, found none")
+            raise OscarError(f"rank {rank}: expected its sums in {path.name}, found none")
         with safe_open(path, "pt") as file:
             counts = json.loads(file.metadata()["counts"])
             result.append({key: file.get_tensor(key) for key in file.keys()})
         for layer_id in range(identity.num_layers):
             if (found := counts.get(str(layer_id), 0)) != expected:
-                raise EngineError(f"rank {rank}, layer {layer_id}: expected {expected} real tokens, counted {found}")
+                raise OscarError(f"rank {rank}, layer {layer_id}: expected {expected} real tokens, counted {found}")
     return result
 
 

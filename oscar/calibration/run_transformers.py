@@ -25,10 +25,6 @@ _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _QUERIES_AT_ONCE = 512  # where scores are formed: memory then grows with the length, not with its square
 
 
-class UnsupportedModelError(OscarError):
-    """A model whose attention cannot be captured, as one sentence that names the reason."""
-
-
 @dataclass(frozen=True)
 class LayerCapture:
     """One attention call of one layer, tensors in the model's dtype and on its device.
@@ -72,10 +68,10 @@ def check_supported(config) -> None:
     Args:
         config: the model's Hugging Face configuration, an object or the dictionary of a config.json.
     Raises:
-        UnsupportedModelError: a feature for which `oscar.support` refuses calibration, with the table's sentence.
+        OscarError: a feature for which `oscar.support` refuses calibration, with the table's sentence.
     """
     for key, detail in support.refused(config, "calibration"):
-        raise UnsupportedModelError(support.model_refusal(key, support.model_name(config), detail))
+        raise OscarError(support.model_refusal(key, support.model_name(config), detail))
 
 
 @contextmanager
@@ -89,7 +85,7 @@ def capturing(model, observer: Callable[[LayerCapture], None]) -> Iterator[Calla
         `run(input_ids, attention_mask=None)`: one forward pass of the decoder without output head and cache; input_ids
         [bs, num_tokens] int64, attention_mask [bs, num_tokens], 0 where padded (the padding is not observed).
     Raises:
-        UnsupportedModelError: attention is not dispatched through the library's interface, or carries learned sinks, or
+        OscarError: attention is not dispatched through the library's interface, or carries learned sinks, or
             a layer never called it.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -103,9 +99,7 @@ def capturing(model, observer: Callable[[LayerCapture], None]) -> Iterator[Calla
 
     def attention(module, query, key, value, attention_mask, *, scaling=None, dropout=0.0, **kwargs):
         if kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} has learned attention sinks, which this build does not support"
-            )
+            raise OscarError(f"{type(module).__name__} has learned attention sinks, which this build does not support")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         logit_cap = kwargs.get("softcap")
         output = _attend(module, query, key, value, attention_mask, scale, logit_cap, kwargs)
@@ -134,7 +128,7 @@ def capturing(model, observer: Callable[[LayerCapture], None]) -> Iterator[Calla
         with torch.inference_mode():
             model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         if missing := sorted(set(range(text_config.num_hidden_layers)) - seen):
-            raise UnsupportedModelError(
+            raise OscarError(
                 f"{type(model).__name__}: expected every layer to call the library's attention interface, "
                 f"{'no layer' if not seen else f'layers {missing}'} did{'' if not seen else ' not'}"
             )
@@ -144,7 +138,7 @@ def capturing(model, observer: Callable[[LayerCapture], None]) -> Iterator[Calla
     try:
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
-            raise UnsupportedModelError(f"{type(model).__name__} does not use the library's attention interface")
+            raise OscarError(f"{type(model).__name__} does not use the library's attention interface")
         yield run
     finally:
         model.set_attn_implementation(before)

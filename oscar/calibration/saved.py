@@ -16,13 +16,9 @@ from pathlib import Path
 from safetensors.torch import save as safetensors_save
 
 from oscar.calibration.text import Sequence
-from oscar.format.artifact import (
-    ArtifactError,
-    ModelIdentity,
-    read_checked,
-    seal,
-    write_whole,
-)
+from oscar.errors import OscarError
+from oscar.format.identity import ModelIdentity
+from oscar.format.sealed_file import read_checked, seal, write_whole
 from oscar.methods.statistics import LayerStatistics
 
 VERSION = 1
@@ -64,7 +60,7 @@ class Statistics:
 
 
 def save(statistics: Statistics, path: str | Path) -> None:
-    """Write the file, whole or not at all. Raises ArtifactError where it cannot be written."""
+    """Write the file, whole or not at all. Raises OscarError where it cannot be written."""
     path = Path(path)
     tensors = {
         f"layers.{i}.{name}": getattr(layer, name).contiguous()
@@ -86,12 +82,12 @@ def load(path: str | Path, model: ModelIdentity) -> Statistics:
         path: the file.
         model: refuse statistics of another model.
     Raises:
-        ArtifactError: missing, cut, changed, of another version, or of another model.
+        OscarError: missing, cut, changed, of another version, or of another model.
     """
     path = Path(path)
     again = "run `oscar calibrate --save-stats` again"
     if not path.is_file():
-        raise ArtifactError(f"{path}: expected a file of statistics, found none; make one with `oscar calibrate --save-stats`")
+        raise OscarError(f"{path}: expected a file of statistics, found none; make one with `oscar calibrate --save-stats`")
     header, tensors = read_checked(path, _KEY, "OSCAR statistics file", VERSION, again)
     try:
         identity = ModelIdentity(**header["model"])
@@ -110,9 +106,9 @@ def load(path: str | Path, model: ModelIdentity) -> Statistics:
             **{name: header[name] for name in _RECORD},
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ArtifactError(f"{path}: header or tensor names are not those of statistics ({error!r}); {again}") from error
+        raise OscarError(f"{path}: header or tensor names are not those of statistics ({error!r}); {again}") from error
     if difference := identity.difference(model, "statistics"):
-        raise ArtifactError(f"{path}: statistics of another model: {difference}; run `oscar calibrate` without --from-stats")
+        raise OscarError(f"{path}: statistics of another model: {difference}; run `oscar calibrate` without --from-stats")
     return found
 
 

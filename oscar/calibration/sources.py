@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from oscar.calibration import text
-from oscar.calibration.text import Sequence, TextError
+from oscar.calibration.text import Sequence
+from oscar.errors import OscarError
 
 KINDS = ("text", "prompt", "messages")
 
@@ -46,7 +47,7 @@ def parse(items: tuple[str | Path, ...], tokens: int) -> list[Source]:
         items: "FILE" or "FILE:TOKENS" each.
         tokens: budget over all sources. Where every source brings its own, their sum counts instead.
     Raises:
-        TextError: nothing is left for a source without a budget of its own, a budget is not positive, or a file comes twice.
+        OscarError: nothing is left for a source without a budget of its own, a budget is not positive, or a file comes twice.
     """
     split = [_split(str(item)) for item in items]
     given = sum(n for _, n in split if n is not None)
@@ -54,10 +55,10 @@ def parse(items: tuple[str | Path, ...], tokens: int) -> list[Source]:
     each = (tokens - given) // open_ended if open_ended else 0
     if open_ended and each <= 0:
         free = next(path for path, n in split if n is None)
-        raise TextError(f"--text {free}: the other sources take {given} of {tokens} tokens, none is left; raise --tokens")
+        raise OscarError(f"--text {free}: the other sources take {given} of {tokens} tokens, none is left; raise --tokens")
     paths = [Path(path) for path, _ in split]
     if twice := [p for i, p in enumerate(paths) if p in paths[:i]]:
-        raise TextError(f"--text {twice[0]}: expected every file once, got it twice")
+        raise OscarError(f"--text {twice[0]}: expected every file once, got it twice")
     names = [p.name if sum(q.name == p.name for q in paths) == 1 else f"{p.parent.name}/{p.name}" for p in paths]
     if len(set(names)) < len(names):
         names = [str(p) for p in paths]
@@ -80,7 +81,7 @@ def sequences(source: Source, tokenizer, max_length: int, seed: int) -> list[Seq
         max_length: longest sequence in tokens; a longer sample is cut.
         seed: of the order of JSON lines.
     Raises:
-        TextError: the file cannot be read or a line cannot be used; the line is named.
+        OscarError: the file cannot be read or a line cannot be used; the line is named.
     """
     if not _is_lines(source.path):
         return text.from_file(source.path, tokenizer, source.tokens, max_length, source.name)
@@ -105,7 +106,7 @@ def _split(item: str) -> tuple[str, int | None]:
     if not colon or Path(item).exists() or not count.lstrip("-").isdigit():
         return item, None
     if int(count) <= 0:
-        raise TextError(f"--text {item}: expected a positive number of tokens after the colon, got {count}")
+        raise OscarError(f"--text {item}: expected a positive number of tokens after the colon, got {count}")
     return path, int(count)
 
 
@@ -136,16 +137,16 @@ def _samples(path: Path, offsets: list[int], numbers: list[int] | None = None) -
             try:
                 sample = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise TextError(f"{where}: expected one JSON object, found text that is not JSON ({error})") from error
+                raise OscarError(f"{where}: expected one JSON object, found text that is not JSON ({error})") from error
             if not isinstance(sample, dict) or not any(kind in sample for kind in KINDS):
                 found = f"keys {', '.join(sample)}" if isinstance(sample, dict) else f"a {type(sample).__name__}"
-                raise TextError(f'{where}: expected an object with "text", "prompt" or "messages", got {found}')
+                raise OscarError(f'{where}: expected an object with "text", "prompt" or "messages", got {found}')
             kind = next(kind for kind in reversed(KINDS) if kind in sample)
             if not isinstance(sample[kind], list if kind == "messages" else str):
                 expected = "a list of messages" if kind == "messages" else "a string"
-                raise TextError(f'{where}: expected {expected} as "{kind}", got a {type(sample[kind]).__name__}')
+                raise OscarError(f'{where}: expected {expected} as "{kind}", got a {type(sample[kind]).__name__}')
             if kind == "messages" and not (sample[kind] and all(_is_message(m) for m in sample[kind])):
-                raise TextError(f'{where}: expected messages with "role" and "content", got {str(sample[kind])[:60]}')
+                raise OscarError(f'{where}: expected messages with "role" and "content", got {str(sample[kind])[:60]}')
             yield number, sample
 
 
@@ -160,11 +161,11 @@ def _tokens(path: Path, number: int, sample: dict, tokenizer) -> list[int]:
         end = getattr(tokenizer, "eos_token_id", None)
         return text.start_tokens(tokenizer) + ids + ([] if end is None else [end])
     if not getattr(tokenizer, "chat_template", None):
-        raise TextError(f'{where}: this model has no chat template for "messages"; give "text" instead')
+        raise OscarError(f'{where}: this model has no chat template for "messages"; give "text" instead')
     try:
         formatted = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=_asks(chat))
     except Exception as error:  # templates raise what they like
-        raise TextError(f"{where}: the model's chat template does not take these messages: {error}") from error
+        raise OscarError(f"{where}: the model's chat template does not take these messages: {error}") from error
     return tokenizer(formatted, add_special_tokens=False, verbose=False)["input_ids"]
 
 
@@ -181,4 +182,4 @@ def _reading(path: Path):
     try:
         return path.open("rb")
     except OSError as error:
-        raise TextError(f"--text {path}: expected a readable text file: {os.strerror(error.errno)}") from error
+        raise OscarError(f"--text {path}: expected a readable text file: {os.strerror(error.errno)}") from error

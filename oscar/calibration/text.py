@@ -68,10 +68,6 @@ REQUESTS = (
 """Requests for models with a chat template."""
 
 
-class TextError(OscarError):
-    """Calibration text that cannot be used, as one sentence."""
-
-
 @dataclass(frozen=True)
 class Sequence:
     """Tokens that are read together.
@@ -109,7 +105,7 @@ def from_file(path: str | Path, tokenizer, budget: int, max_length: int, name: s
     Returns:
         Sequences in file order, so that the end of the file is held out.
     Raises:
-        TextError: the file cannot be read, is empty, or is not UTF-8 text.
+        OscarError: the file cannot be read, is empty, or is not UTF-8 text.
     """
     path = Path(path)
     start = start_tokens(tokenizer)
@@ -278,12 +274,12 @@ def end_tokens(model, tokenizer) -> set[int]:
 
 
 def check_file(path: Path) -> None:
-    """Raise TextError unless the file can be read, is not empty and begins as UTF-8 text; cheap for any size."""
+    """Raise OscarError unless the file can be read, is not empty and begins as UTF-8 text; cheap for any size."""
     with _reading(path) as file:
         raw = file.read(_CHECKED_BYTES)
     _decode(path, raw[: len(raw) - _cut_off(raw)] if len(raw) == _CHECKED_BYTES else raw)
     if not raw.strip():
-        raise TextError(f"--text {path}: the file is empty; give a file with text")
+        raise OscarError(f"--text {path}: the file is empty; give a file with text")
 
 
 def _read(path: Path, lengths: list[int]) -> tuple[list[str], bool]:
@@ -309,7 +305,7 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             yield file
     except OSError as error:
-        raise TextError(f"--text {path}: expected a readable text file: {os.strerror(error.errno)}") from error
+        raise OscarError(f"--text {path}: expected a readable text file: {os.strerror(error.errno)}") from error
 
 
 def _decode(path: Path, raw: bytes) -> str:
@@ -320,7 +316,7 @@ def _decode(path: Path, raw: bytes) -> str:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
             reason = error.reason
-    raise TextError(f"--text {path}: expected plain UTF-8 text, found {reason}; convert the file or give another")
+    raise OscarError(f"--text {path}: expected plain UTF-8 text, found {reason}; convert the file or give another")
 
 
 def _cut_off(raw: bytes) -> int:

@@ -11,7 +11,7 @@ from rich.console import Console
 from oscar import config
 from oscar.evaluate.page import draw, show, write_page
 from oscar.evaluate.run import EvaluationOptions, evaluate
-from oscar.format.artifact import write_whole
+from oscar.format.sealed_file import write_whole
 
 
 def run(options: argparse.Namespace) -> None:

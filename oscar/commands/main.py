@@ -127,8 +127,7 @@ def _inspect(options: argparse.Namespace) -> None:
         "fingerprint": model.fingerprint,
         "method": artifact.method + (", heads share a transform" if provenance.get("share_heads") else ""),
         "clip quantile": f"K {clip['k']}, V {clip['v']}",
-        "bits per element": f"{description['bits_per_element']:.3f} in groups of {artifact.group_size}, "
-        f"metadata {artifact.meta_dtype}",
+        "bits per element": f"{description['bits_per_element']:.3f} in groups of {artifact.group_size}",
         "bytes per token": f"{description['bytes_per_token']:,} ({description['bytes_per_token_16_bit']:,} in 16 bits)",
         "windows": f"first {artifact.sink_tokens} and newest {artifact.recent_tokens} tokens in 16 bits",
         "statistics": f"{artifact.num_tokens:,} tokens, longest sequence {provenance.get('longest_sequence', 0):,}",

@@ -12,9 +12,11 @@ from oscar.calibration.calibrate import build
 from oscar.calibration.options import CalibrationOptions, formats
 from oscar.evaluate.reader import Windows
 from oscar.format import sizing
-from oscar.format.artifact import Artifact, LayerTransforms, ModelIdentity
+from oscar.format.artifact import Artifact
 from oscar.format.codec import LosslessFormat, RowFormat
-from oscar.methods import transform
+from oscar.format.identity import ModelIdentity
+from oscar.format.side import LayerTransforms
+from oscar.methods import METHODS
 from oscar.methods.statistics import LayerStatistics
 from oscar_kernel import LayerCodec
 
@@ -57,20 +59,20 @@ class Arm:
 
 def check_names(names: Iterable[str]) -> None:
     """Raise ValueError unless each is bf16, lossless, or a method with or without "-shared"."""
-    known = (BF16, LOSSLESS, *ALIASES, *transform.METHODS)
+    known = (BF16, LOSSLESS, *ALIASES, *METHODS)
     for name in names:
-        if name not in known and _method(name)[0] not in transform.METHODS:
+        if name not in known and _method(name)[0] not in METHODS:
             raise ValueError(f"--methods: expected names out of {', '.join(known)}, methods with {SHARED} too, got {name!r}")
 
 
 def needs_statistics(names: Iterable[str]) -> bool:
     """Whether any of these is calibrated on text."""
-    return any(_method(name)[0] in set(transform.METHODS) - transform.DATA_FREE for name in names)
+    return any((m := METHODS.get(_method(name)[0])) is not None and m.needs_text for name in names)
 
 
 def needs_surrogate(names: Iterable[str]) -> str | None:
     """A method among these that takes a second pass over the calibration text, or None."""
-    return next((m for m in (_method(name)[0] for name in names) if m in transform.NEEDS_SURROGATE), None)
+    return next((m for m in (_method(name)[0] for name in names) if m in METHODS and METHODS[m].needs_surrogate), None)
 
 
 def from_method(
@@ -84,7 +86,7 @@ def from_method(
 
     Args:
         name: as `check_names` lets it pass.
-        options: group size, metadata and clip ratios; its method and share_heads are replaced.
+        options: group size and clip ratios; its method and share_heads are replaced.
         model: of the statistics.
         statistics: layer -> statistics; only shapes are read for methods that need no data.
         device: where the codecs go.
@@ -94,7 +96,7 @@ def from_method(
         k_format, v_format = (LosslessFormat(d, dtype) for d in (model.head_dim, model.v_head_dim))
         return Arm(name, {i: native_codec(model, dtype, device) for i in range(model.num_layers)}, k_format, v_format)
     method, shared = _method(name)
-    layers = build(replace(options, method=method, share_heads=shared), model, statistics)
+    layers = build(replace(options, method=method, share_heads=shared), statistics)
     return from_layers(name, model, layers, *formats(options, model), device)
 
 
@@ -105,10 +107,7 @@ def from_artifact(artifact: Artifact, path: str | Path, device: str | torch.devi
 
 def native_codec(model: ModelIdentity, dtype: str, device: str | torch.device = "cpu") -> LayerCodec:
     """Rows as they are, in "bfloat16" as a layer without transforms is served, or in "float32"."""
-    k, v = (torch.eye(d).expand(model.num_kv_heads, d, d) for d in (model.head_dim, model.v_head_dim))
-    layer = LayerTransforms(k, v, torch.ones(model.num_kv_heads), torch.ones(model.num_kv_heads))
-    formats = LosslessFormat(model.head_dim, dtype), LosslessFormat(model.v_head_dim, dtype)
-    return LayerCodec.of(layer, *formats, device, fold_v=True)
+    return LayerCodec.native(model.num_kv_heads, model.head_dim, model.v_head_dim, dtype, device)
 
 
 def from_layers(

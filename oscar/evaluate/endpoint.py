@@ -11,16 +11,12 @@ from oscar.errors import OscarError
 from oscar.evaluate.task_scores import TaskScores
 from oscar.evaluate.tasks import Task
 from oscar.format import sizing
-from oscar.format.artifact import ModelIdentity
+from oscar.format.identity import ModelIdentity
 
 AT_ONCE = 4
 """Requests under way."""
 PATIENCE = 600
 """Seconds to wait for an answer."""
-
-
-class EndpointError(OscarError):
-    """A server that cannot be asked, as one sentence."""
 
 
 class Endpoint:
@@ -29,7 +25,7 @@ class Endpoint:
     Args:
         url: its base address, "http://127.0.0.1:30000".
     Raises:
-        EndpointError: nobody answers there.
+        OscarError: nobody answers there.
     """
 
     def __init__(self, url: str):
@@ -57,7 +53,7 @@ class Endpoint:
         """What the server says of its KV cache: method and bits per element of a request of this length, windows included."""
         try:
             state = self._call("GET", "/server_info")["internal_states"][0].get("oscar")
-        except (EndpointError, KeyError, IndexError, AttributeError):  # not an SGLang server
+        except (OscarError, KeyError, IndexError, AttributeError):  # not an SGLang server
             return {}
         if not state:
             return {"method": "none", "bits_per_element": 16.0}
@@ -77,4 +73,4 @@ class Endpoint:
             return answer.json()
         except (requests.RequestException, ValueError) as error:
             what = str(error).splitlines()[0]
-            raise EndpointError(f"--endpoint {self.url}: expected an OpenAI-style server at {path}: {what}") from error
+            raise OscarError(f"--endpoint {self.url}: expected an OpenAI-style server at {path}: {what}") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from oscar.format.artifact import write_whole
+from oscar.format.sealed_file import write_whole
 
 _COLOURS = ("#1f6fb4", "#d1622b", "#3a923a", "#b0417b", "#7a5195", "#8c6d31", "#17a2b8", "#666666")
 _SMALLEST_KL = 1e-7
@@ -133,7 +133,7 @@ def draw(report: dict) -> bytes:
 
 
 def write_page(report: dict, path: str | Path) -> None:
-    """One self-contained HTML file: table, notes, picture, settings. Raises ArtifactError: it cannot be written."""
+    """One self-contained HTML file: table, notes, picture, settings. Raises OscarError: it cannot be written."""
     tables = "".join(map(_html_table, filter(None, (table(report), hard_table(report)))))
     said = "".join(f"<p>{html.escape(line)}</p>\n" for line in notes(report))
     settings = _html_table([["setting", "value"], *([str(k), str(v)] for k, v in report["settings"].items())])

@@ -32,10 +32,6 @@ HELD_OUT = ("heldout.txt", "heldout_code.txt")
 """Text beside the embedded model, never trained on: prose and code."""
 
 
-class EvaluationError(OscarError):
-    """An evaluation that cannot be run, as one sentence."""
-
-
 """What `evaluate` raises for input that cannot work."""
 
 
@@ -45,7 +41,7 @@ class EvaluationOptions:
 
     Attributes:
         model: model folder.
-        methods: names out of bf16, lossless, int2 and `transform.METHODS`, the latter also with "-shared".
+        methods: names out of bf16, lossless, int2 and `oscar.methods.METHODS`, the latter also with "-shared".
         artifacts: artifact files, each an arm named after its file.
         tasks: names in config.TASKS.
         context: tokens of a prompt, and of what precedes a continuation.
@@ -104,7 +100,7 @@ def evaluate(options: EvaluationOptions) -> dict:
     identity, model_config = check(calibration)
     tokenizer = load_tokenizer(options.model)
     if tokenizer is None:
-        raise EvaluationError(f"{options.model}: expected a tokenizer beside the weights, found none")
+        raise OscarError(f"{options.model}: expected a tokenizer beside the weights, found none")
     server = None if options.endpoint is None else Endpoint(options.endpoint)
     tasks = _tasks(options, tokenizer)
     local = bool(options.methods or options.artifacts)
@@ -153,23 +149,23 @@ def _check(options: EvaluationOptions) -> CalibrationOptions:
     """Refuse what cannot work before a weight is read; the options that methods are calibrated with."""
     for name in ("context", "continuation", "documents", "n"):
         if getattr(options, name) < (2 if name == "continuation" else 1):
-            raise EvaluationError(
+            raise OscarError(
                 f"--{name}: expected a positive number, at least 2 for --continuation, got {getattr(options, name)}"
             )
     if bad := [task for task in options.tasks if task not in config.TASKS]:
-        raise EvaluationError(f"--tasks: expected names out of {', '.join(config.TASKS)}, got {bad[0]!r}")
+        raise OscarError(f"--tasks: expected names out of {', '.join(config.TASKS)}, got {bad[0]!r}")
     if not options.methods and not options.artifacts and options.endpoint is None:
-        raise EvaluationError("expected at least one of --methods, --artifact and --endpoint, got none")
+        raise OscarError("expected at least one of --methods, --artifact and --endpoint, got none")
     if options.endpoint is not None and not {"retrieval", config.RECALL_HARD} & set(options.tasks):
         wanted = f"retrieval or {config.RECALL_HARD}"
-        raise EvaluationError(f"--endpoint: expected a task with generated answers, {wanted}, got none")
+        raise OscarError(f"--endpoint: expected a task with generated answers, {wanted}, got none")
     try:
         making.check_names(options.methods)
     except ValueError as error:
-        raise EvaluationError(str(error)) from error
+        raise OscarError(str(error)) from error
     names = [*options.methods, *(Path(file).stem for file in options.artifacts)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise EvaluationError(f"expected a name of its own for every method and artifact, got {twice[0]!r} twice")
+        raise OscarError(f"expected a name of its own for every method and artifact, got {twice[0]!r} twice")
     data = making.needs_statistics(options.methods) and options.from_stats is None
     return CalibrationOptions(
         options.model,
@@ -210,7 +206,7 @@ def _documents(options: EvaluationOptions, tokenizer) -> list[torch.Tensor]:
         folder = Path(oscar.__file__).with_name("embedded")
         files = [folder / name for name in HELD_OUT]
         if missing := [file.name for file in files if not file.is_file()]:
-            raise EvaluationError(f"this build carries no {missing[0]}; give --text")
+            raise OscarError(f"this build carries no {missing[0]}; give --text")
     return read_documents(files, tokenizer, options.context + options.continuation, options.documents)
 
 
@@ -226,7 +222,7 @@ def _tasks(options: EvaluationOptions, tokenizer) -> dict[str, list[Task]]:
             for kind, count in wanted.items()
         }
     except ValueError as error:
-        raise EvaluationError(str(error)) from error
+        raise OscarError(str(error)) from error
 
 
 def _entry(bits: float | None, text: TextScores | None, graded: dict[str, TaskScores], tasks: tuple[str, ...]) -> dict:

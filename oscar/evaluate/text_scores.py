@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from oscar.calibration.text import TextError, check_file, start_tokens
+from oscar.calibration.text import check_file, start_tokens
+from oscar.errors import OscarError
 from oscar.evaluate.arms import Arm
 from oscar.evaluate.reader import Reader, Reading, Windows
 
@@ -128,7 +129,7 @@ def read_documents(files: Sequence[str | Path], tokenizer, length: int, count: i
     Returns:
         [length] int64 each.
     Raises:
-        TextError: a file cannot be read, or no document fits.
+        OscarError: a file cannot be read, or no document fits.
     """
     start, result = start_tokens(tokenizer), []
     for i, file in enumerate(files):
@@ -141,7 +142,7 @@ def read_documents(files: Sequence[str | Path], tokenizer, length: int, count: i
         result += [torch.tensor(start + ids[at : at + size]) for at in starts]
     if not result:
         names = ", ".join(str(Path(f).name) for f in files)
-        raise TextError(f"--text {names}: expected at least {length} tokens in a row, found fewer; give more text")
+        raise OscarError(f"--text {names}: expected at least {length} tokens in a row, found fewer; give more text")
     return result
 
 

@@ -26,10 +26,9 @@ that what is left is small where it is looked at; centre and step are those abov
              e_i    = (centre + level[code_i] * step) - y_i
              a_j    = a_j + e_i * S[i, j]                           for j > i, product and sum rounded apart
 
-Levels are (-1.5, -0.5, 0.5, 1.5) unless an artifact brings a table of multiples of 1/256 in (-4, 4); thresholds are the
-midpoints. All arithmetic is float32. A step has at most 11 significant bits, a level or threshold at most 12, so `level * step`
-and `threshold * step` are exact, a fused multiply-add gives the same bits as two operations, and every backend can give the
-same bytes.
+Levels are -1.5, -0.5, 0.5 and 1.5, thresholds the midpoints -1, 0 and 1. All arithmetic is float32. A step has at most 11
+significant bits and a level at most 2, so `level * step` and `threshold * step` are exact: a fused multiply-add gives the same
+bits as two operations, and every backend can give the same bytes.
 
 Special values: a constant row decodes to its 16-bit rounding; values beyond the metadata's range saturate at its largest finite
 number; NaN counts as 0 and +-inf as the largest finite number, so one bad row stays finite and touches no other row.
@@ -46,12 +45,13 @@ import torch
 from torch import Tensor
 
 FORMAT_VERSION = 1
-BITS = 2
 CODES_PER_BYTE = 4
 META_BYTES = 4
 """Bytes of one (centre, step) pair."""
-UNIFORM_LEVELS = (-1.5, -0.5, 0.5, 1.5)
-META_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+META_DTYPE = torch.float16
+LEVELS = (-1.5, -0.5, 0.5, 1.5)
+THRESHOLDS = (-1.0, 0.0, 1.0)
+"""Decision points between neighbouring levels."""
 ROW_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ONE_THIRD = 0.3333333432674408  # float32(1/3)
 
@@ -63,14 +63,12 @@ class RowFormat:
     Args:
         head_dim: elements in a row; a multiple of 4.
         group_size: elements that share a centre and a step; a multiple of 4 that divides head_dim. None: the whole row.
-        meta_dtype: "float16" or "bfloat16", type of centre and step.
     Raises:
-        ValueError: head_dim or group_size does not fit, or meta_dtype is unknown.
+        ValueError: head_dim or group_size does not fit.
     """
 
     head_dim: int
     group_size: int | None = None
-    meta_dtype: str = "float16"
 
     def __post_init__(self):
         if self.group_size is None:
@@ -82,8 +80,6 @@ class RowFormat:
                 "RowFormat: group_size must divide head_dim and be a multiple of 4, "
                 f"got group_size={self.group_size}, head_dim={self.head_dim}"
             )
-        if self.meta_dtype not in META_DTYPES:
-            raise ValueError(f"RowFormat: meta_dtype must be one of {sorted(META_DTYPES)}, got {self.meta_dtype!r}")
 
     @property
     def num_groups(self) -> int:
@@ -130,11 +126,6 @@ class LosslessFormat:
         return 8.0 * ROW_DTYPES[self.dtype].itemsize
 
 
-def thresholds(levels: Tensor) -> Tensor:
-    """Decision points between neighbouring levels. [..., 4] float32 -> [..., 3] float32, exact midpoints."""
-    return (levels[..., 1:] + levels[..., :-1]) * 0.5
-
-
 def clip_index(clip_ratio: Tensor, head_dim: int) -> Tensor:
     """0-based rank of the clip threshold among the row's |x|. [...] float32 in (0, 1] -> [...] int64."""
     return (clip_ratio.double() * head_dim).floor().long().clamp_(max=head_dim - 1)
@@ -148,7 +139,7 @@ def clip(x: Tensor, clip_ratio: Tensor) -> Tensor:
         clip_ratio: [num_kv_heads] float32 in (0, 1]; 1 keeps everything.
     Returns:
         [..., num_kv_heads, head_dim] float32.
-    Source: METHOD 1.5 step 1.
+    Source: arXiv 2605.17757, the clipping step.
     """
     from_the_top = x.shape[-1] - 1 - clip_index(clip_ratio, x.shape[-1])
     largest = x.abs().topk(int(from_the_top.max()) + 1, dim=-1).values
@@ -160,7 +151,6 @@ def encode(
     x: Tensor,
     fmt: RowFormat | LosslessFormat,
     clip_ratio: Tensor,
-    levels: Tensor | None = None,
     shaping: Tensor | None = None,
 ) -> Tensor:
     """Encode rows as two-bit codes followed by one (centre, step) pair a group.
@@ -169,7 +159,6 @@ def encode(
         x: [..., num_kv_heads, head_dim] float32, bfloat16 or float16, already transformed.
         fmt: geometry of the row.
         clip_ratio: [num_kv_heads] float32, quantile of |x| kept unclipped, in (0, 1].
-        levels: [num_kv_heads, 4] float32 ascending multiples of 1/256 in (-4, 4), in units of step; None: the uniform grid.
         shaping: [num_kv_heads, head_dim, head_dim] float32, strictly upper triangular; None: every channel is rounded alone.
     Returns:
         [..., num_kv_heads, row_bytes] uint8, the row drawn at the top of this module.
@@ -181,24 +170,19 @@ def encode(
         raise ValueError(f"encode: last dimension must be head_dim={fmt.head_dim}, got shape {tuple(x.shape)}")
     if isinstance(fmt, LosslessFormat):
         return x.to(ROW_DTYPES[fmt.dtype]).contiguous().view(torch.uint8)
-    meta_dtype = META_DTYPES[fmt.meta_dtype]
-    info = torch.finfo(meta_dtype)
+    info = torch.finfo(META_DTYPE)
     x = torch.nan_to_num(x.float(), nan=0.0, posinf=info.max, neginf=-info.max)
 
     groups = clip(x, clip_ratio).unflatten(-1, (fmt.num_groups, fmt.group_size))
     low, high = groups.amin(-1), groups.amax(-1)
-    centre = ((high + low) * 0.5).clamp(-info.max, info.max).to(meta_dtype)
+    centre = ((high + low) * 0.5).clamp(-info.max, info.max).to(META_DTYPE)
     step = ((high - low) * _ONE_THIRD).clamp(max=info.max)
-    step = torch.where(step < info.tiny, torch.where(step < 0.5 * info.tiny, 0.0, info.tiny), step).to(meta_dtype)
+    step = torch.where(step < info.tiny, torch.where(step < 0.5 * info.tiny, 0.0, info.tiny), step).to(META_DTYPE)
 
-    if levels is None:
-        levels = x.new_tensor(UNIFORM_LEVELS).expand(x.shape[-2], 4)
-    cut = thresholds(levels.float()).to(x.device)
-    bound = centre.float().unsqueeze(-1) + cut.unsqueeze(-2) * step.float().unsqueeze(-1)
+    bound, grid = (centre.float().unsqueeze(-1) + x.new_tensor(at) * step.float().unsqueeze(-1) for at in (THRESHOLDS, LEVELS))
     if shaping is None:
         code = _count_below(bound.unsqueeze(-2), groups).flatten(-2)
     else:
-        grid = centre.float().unsqueeze(-1) + levels.float().to(x.device).unsqueeze(-2) * step.float().unsqueeze(-1)
         code = _shaped_codes(x, grid, bound, shaping.to(x.device), fmt.group_size)
 
     quarter = code.unflatten(-1, (CODES_PER_BYTE, fmt.code_bytes))
@@ -245,27 +229,21 @@ def unpack(rows: Tensor, fmt: RowFormat) -> tuple[Tensor, Tensor, Tensor]:
     """
     packed, meta = rows.split((fmt.code_bytes, fmt.num_groups * META_BYTES), dim=-1)
     code = torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
-    meta = meta.contiguous().view(META_DTYPES[fmt.meta_dtype]).float().unflatten(-1, (fmt.num_groups, 2))
+    meta = meta.contiguous().view(META_DTYPE).float().unflatten(-1, (fmt.num_groups, 2))
     return code, meta[..., 0], meta[..., 1]
 
 
-def decode(rows: Tensor, fmt: RowFormat | LosslessFormat, levels: Tensor | None = None) -> Tensor:
+def decode(rows: Tensor, fmt: RowFormat | LosslessFormat) -> Tensor:
     """Decode rows to float32.
 
     Args:
         rows: [..., num_kv_heads, row_bytes] uint8 as `encode` returns them.
         fmt: geometry of the row.
-        levels: [num_kv_heads, 4] float32, the table given to `encode`; None for the uniform grid.
     Returns:
         [..., num_kv_heads, head_dim] float32.
     """
     if isinstance(fmt, LosslessFormat):
         return rows.contiguous().view(ROW_DTYPES[fmt.dtype]).float()
     code, centre, step = unpack(rows, fmt)
-    if levels is None:
-        level = code.float() - 1.5
-    else:
-        table = levels.float().to(rows.device).expand(*code.shape[:-1], 4)
-        level = table.gather(-1, code.long())
-    grouped = level.unflatten(-1, (fmt.num_groups, fmt.group_size))
+    grouped = (code.float() - 1.5).unflatten(-1, (fmt.num_groups, fmt.group_size))
     return (centre.unsqueeze(-1) + grouped * step.unsqueeze(-1)).flatten(-2)

@@ -27,10 +27,6 @@ from torch import Tensor
 from oscar.errors import OscarError
 
 
-class NonFiniteError(OscarError):
-    """NaN or infinity among captured activations; the message names layer and side."""
-
-
 @dataclass(frozen=True)
 class LayerStatistics:
     """Finished statistics of one layer, all float64 on the CPU.
@@ -95,7 +91,7 @@ class MomentSums:
             v: [num_tokens, num_kv_heads, v_head_dim].
             output: [num_tokens, num_qo_heads, v_head_dim], attention's output S V for these queries, before W_O.
         Raises:
-            NonFiniteError: a tensor holds NaN or infinity.
+            OscarError: a tensor holds NaN or infinity.
         """
         num_kv_heads = k.shape[1]
         q, output = (pool_query_group(x.double(), num_kv_heads) for x in (q, output))
@@ -140,7 +136,7 @@ class SurrogateSums:
     Args:
         layer_id: named in errors.
         q_moment: [num_kv_heads, head_dim, head_dim] float64, the finished C_q of the first pass.
-    Source: the public OSCAR implementation's `sst` target (METHOD 1.3); no softmax and no causal mask.
+    Source: the public OSCAR implementation's `sst` target; no softmax and no causal mask.
     """
 
     def __init__(self, layer_id: int, q_moment: Tensor):
@@ -197,8 +193,31 @@ def symmetrise(x: Tensor) -> Tensor:
 
 
 def check_finite(x: Tensor, layer_id: int, side: str) -> None:
-    """Raise NonFiniteError, naming layer and side, if x holds NaN or infinity."""
+    """Raise OscarError, naming layer and side, if x holds NaN or infinity."""
     if not torch.isfinite(x).all():
-        raise NonFiniteError(
+        raise OscarError(
             f"layer {layer_id}, {side}: expected finite numbers, got NaN or infinity; check the weights, or try --dtype float32"
         )
+
+
+def difficulty(statistics: LayerStatistics) -> dict:
+    """What is hard about a layer's rows, as JSON-able numbers with six digits.
+
+    Returns:
+        "k_outlier", "v_outlier": largest channel's root mean square over the median channel's, the worst head's; 1 is flat.
+        "k_spectrum", "v_spectrum": share of tr(C) in the 1, 2, 4, ... largest eigenvalues, mean over heads; C is the target
+        that `oscar` diagonalises, C_q for K and V^T S^T S V for V.
+    """
+    result = {}
+    for side, rows, target in (
+        ("k", statistics.k_moment, statistics.q_moment),
+        ("v", statistics.v_moment, statistics.v_score_moment),
+    ):
+        rms = torch.diagonal(rows, dim1=-2, dim2=-1).clamp(min=0).sqrt()
+        ratio = rms.amax(-1) / rms.median(-1).values.clamp(min=torch.finfo(torch.float64).tiny)
+        result[f"{side}_outlier"] = float(f"{min(float(ratio.max()), 1e9):.6g}")
+        values = torch.linalg.eigvalsh(target).flip(-1).clamp(min=0)
+        share = values.cumsum(-1) / values.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+        counts = [1 << i for i in range(share.shape[-1].bit_length()) if 1 << i <= share.shape[-1]]
+        result[f"{side}_spectrum"] = [float(f"{x:.6g}") for x in share.mean(0)[torch.tensor(counts) - 1]]
+    return result

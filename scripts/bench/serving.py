@@ -40,7 +40,8 @@ from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
 from oscar.embedded import embedded_model
 from oscar.evaluate.local_server import LocalServer
 from oscar.format import sizing
-from oscar.format.artifact import ModelIdentity, load, save
+from oscar.format.artifact import load, save
+from oscar.format.identity import ModelIdentity
 
 PAGE = 64
 """Tokens a request may waste at its end, and that the server keeps for itself."""

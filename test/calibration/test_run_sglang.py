@@ -8,9 +8,10 @@ from safetensors.torch import save_file
 
 from oscar.calibration import run_sglang as sglang_capture
 from oscar.calibration.calibrate import CalibrationOptions, check
-from oscar.calibration.run_sglang import Engine, EngineError, merge
+from oscar.calibration.run_sglang import Engine, merge
 from oscar.calibration.text import Sequence
-from oscar.format.artifact import ModelIdentity
+from oscar.errors import OscarError
+from oscar.format.identity import ModelIdentity
 from oscar.methods.statistics import MomentSums, output_moment
 
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "hidden_size": 64}
@@ -64,22 +65,22 @@ def test_other_tokens_than_were_sent(tmp_path):
     """A warm-up that was counted, or a prefix that came out of a cache."""
     identity, sequences = ModelIdentity.from_config(CONFIG), [Sequence(torch.arange(30), "s", False)]
     for counted in (31, 29):
-        with pytest.raises(EngineError, match=f"rank 0, layer 0: expected 30 real tokens, counted {counted}"):
+        with pytest.raises(OscarError, match=f"rank 0, layer 0: expected 30 real tokens, counted {counted}"):
             merge(identity, write_ranks(tmp_path, 2, counted), sequences)
-    with pytest.raises(EngineError, match="rank 0, layer 1: expected 30 real tokens, counted 0"):
+    with pytest.raises(OscarError, match="rank 0, layer 1: expected 30 real tokens, counted 0"):
         merge(identity, write_ranks(tmp_path, 2, missing_layer=True), sequences)
     files = write_ranks(tmp_path, 2)
     files[1].unlink()
-    with pytest.raises(EngineError, match="rank 1: expected its sums in rank-1.safetensors, found none"):
+    with pytest.raises(OscarError, match="rank 1: expected its sums in rank-1.safetensors, found none"):
         merge(identity, files, sequences)
 
 
 def test_an_engine_that_fails(monkeypatch):
     identity = ModelIdentity.from_config(CONFIG)
     monkeypatch.setattr(sglang_capture, "MODULE", "oscar.no_such_module")
-    with pytest.raises(EngineError, match="m: SGLang ended with exit code 1"):
+    with pytest.raises(OscarError, match="m: SGLang ended with exit code 1"):
         sglang_capture.capture(identity, Engine("m"), [])
-    with pytest.raises(EngineError, match="--tp 3 must divide the model's 4 KV heads"):
+    with pytest.raises(OscarError, match="--tp 3 must divide the model's 4 KV heads"):
         sglang_capture.capture(identity, Engine("m", tp_size=3), [])
 
 

@@ -9,7 +9,7 @@ import torch
 from oscar.calibration import sources, text
 from oscar.calibration.calibrate import CalibrationOptions, calibrate
 from oscar.calibration.report import warnings
-from oscar.calibration.text import TextError
+from oscar.errors import OscarError
 
 
 def write(path: Path, samples: list) -> Path:
@@ -48,7 +48,7 @@ def test_a_colon_in_a_name_is_a_name_if_there_is_such_a_file(tmp_path):
     ],
 )
 def test_budgets_that_cannot_be(items, words):
-    with pytest.raises(TextError, match=words):
+    with pytest.raises(OscarError, match=words):
         sources.parse(items, 1000)
 
 
@@ -125,7 +125,7 @@ def test_a_source_that_runs_out_is_said(tiny_models, tmp_path):
 )
 def test_bad_lines_are_named(line, words, tmp_path, make_tokenizer):
     file = write(tmp_path / "a.jsonl", [{"text": "fine"}, line])
-    with pytest.raises(TextError, match=words):
+    with pytest.raises(OscarError, match=words):
         tokens_of(file, make_tokenizer(chat=True))
 
 
@@ -133,13 +133,15 @@ def test_a_template_that_refuses_is_quoted(tmp_path, make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
-    with pytest.raises(TextError, match="line 1: the model's chat template does not take these messages: roles must alternate"):
+    with pytest.raises(
+        OscarError, match="line 1: the model's chat template does not take these messages: roles must alternate"
+    ):
         tokens_of(file, tokenizer)
 
 
 def test_messages_without_a_template(tmp_path, make_tokenizer):
     file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
-    with pytest.raises(TextError, match="line 1: this model has no chat template"):
+    with pytest.raises(OscarError, match="line 1: this model has no chat template"):
         tokens_of(file, make_tokenizer())
 
 
@@ -147,5 +149,5 @@ def test_messages_without_a_template(tmp_path, make_tokenizer):
 def test_bad_files_are_refused_before_the_model_is_loaded(content, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(content)
-    with pytest.raises(TextError, match="the file is empty" if not content.strip() else "line 1"):
+    with pytest.raises(OscarError, match="the file is empty" if not content.strip() else "line 1"):
         sources.check(sources.Source(file, 100, "a"))

@@ -15,24 +15,24 @@ import torch
 from oscar.calibration.calibrate import calibrate, collect
 from oscar.calibration.load_model import load_model
 from oscar.calibration.options import CalibrationOptions
-from oscar.calibration.run_transformers import UnsupportedModelError
-from oscar.calibration.text import TextError
 from oscar.commands.main import main
 from oscar.embedded import embedded_model
+from oscar.errors import OscarError
 from oscar.evaluate import arms as making
 from oscar.evaluate import tasks
-from oscar.evaluate.endpoint import Endpoint, EndpointError
+from oscar.evaluate.endpoint import Endpoint
 from oscar.evaluate.generate import generate
 from oscar.evaluate.local_server import LocalServer
 from oscar.evaluate.needles import make_needle
 from oscar.evaluate.page import draw, hard_table, notes, table
 from oscar.evaluate.reader import Reader
-from oscar.evaluate.run import EvaluationError, EvaluationOptions, evaluate
+from oscar.evaluate.run import EvaluationOptions, evaluate
 from oscar.evaluate.task_scores import TaskScores, wilson
 from oscar.evaluate.text_scores import TextScores, read_documents, score_text
 from oscar.format import artifact, sizing
-from oscar.format.artifact import LayerTransforms, ModelIdentity
 from oscar.format.codec import LosslessFormat, RowFormat
+from oscar.format.identity import ModelIdentity
+from oscar.format.side import LayerTransforms, Side
 from oscar.progress import Steps
 from oscar_kernel import LayerCodec
 
@@ -46,13 +46,11 @@ def _layers(rank: int = 0) -> dict[int, LayerTransforms]:
     def turn() -> torch.Tensor:
         return torch.linalg.qr(torch.randn(2, 32, 32, generator=generator, dtype=torch.float64)).Q
 
+    oblique = torch.diag(torch.logspace(-0.3, 0.3, 32, dtype=torch.float64))
     return {
         i: LayerTransforms(
-            turn().float(),
-            (turn() @ torch.diag(torch.logspace(-0.3, 0.3, 32, dtype=torch.float64)) @ turn()).float(),
-            torch.full((2,), 0.96),
-            torch.full((2,), 0.92),
-            k_mean=torch.randn(2, 32, generator=generator),
+            Side(turn().float(), torch.full((2,), 0.96), mean=torch.randn(2, 32, generator=generator)),
+            Side((turn() @ oblique @ turn()).float(), torch.full((2,), 0.92)),
         )
         for i in range(2)
     }
@@ -152,7 +150,7 @@ def test_a_folded_value_transform_is_the_unfolded_one(tiny):
     layers = _layers()
     with torch.no_grad():
         for i, layer in enumerate(reader.model.model.layers):
-            stress._map_values(layer.self_attn, layers[i].v_transform.double())
+            stress._map_values(layer.self_attn, layers[i].v.transform.double())
     codecs = {i: LayerCodec.of(layer, RowFormat(32), RowFormat(32), fold_v=True) for i, layer in layers.items()}
     folded = reader.decode(reader.cache([reader.read(ids, 80)], codecs, 40), ids[80:].unsqueeze(0), WINDOWS)[0]
     assert _divergence(unfolded, folded) < 0.02 * _divergence(exact, unfolded)
@@ -169,7 +167,7 @@ def test_attention_error_is_that_of_the_layer_alone(tiny):
 
 
 def test_sliding_windows_are_refused(make_model):
-    with pytest.raises(UnsupportedModelError, match=r"sliding-window attention \(layer_types has sliding_attention\)"):
+    with pytest.raises(OscarError, match=r"sliding-window attention \(layer_types has sliding_attention\)"):
         Reader(make_model("Gemma3Text"))
 
 
@@ -181,7 +179,7 @@ def test_other_families(family, make_model):
     heads, dim = reading.k[0].shape[1:]
     eye, ones = torch.eye(dim).expand(heads, dim, dim), torch.ones(heads)
     fmt = LosslessFormat(dim)
-    codecs = {i: LayerCodec.of(LayerTransforms(eye, eye, ones, ones), fmt, fmt) for i in range(2)}
+    codecs = {i: LayerCodec.of(LayerTransforms(Side(eye, ones), Side(eye, ones)), fmt, fmt) for i in range(2)}
     found = reader.decode(reader.cache([reading], codecs, 20), ids[40:].unsqueeze(0), WINDOWS)[0]
     assert _divergence(reading.logits[1:], found) < 1e-9
 
@@ -259,7 +257,7 @@ def test_documents_are_exact_in_length_and_do_not_overlap(tmp_path, make_tokeniz
     documents = read_documents(files, tokenizer, 100, 6)
     assert [len(d) for d in documents] == [100] * 4  # three of the long file, one of the short
     assert tokenizer.decode(documents[0]).startswith("abc") and tokenizer.decode(documents[3]).startswith("0123")
-    with pytest.raises(TextError, match="expected at least 5000 tokens in a row"):
+    with pytest.raises(OscarError, match="expected at least 5000 tokens in a row"):
         read_documents(files, tokenizer, 5000, 6)
 
 
@@ -408,7 +406,7 @@ def test_the_same_run_gives_the_same_numbers(outliers):
     ],
 )
 def test_refusals(changes, sentence):
-    with pytest.raises(EvaluationError, match=sentence):
+    with pytest.raises(OscarError, match=sentence):
         evaluate(EvaluationOptions(embedded_model(), **changes, progress=False))
 
 
@@ -433,7 +431,7 @@ def test_command_line_mistakes_are_one_line(arguments, sentence, capsys):
 
 
 def test_no_server():
-    with pytest.raises(EndpointError, match=r"--endpoint http://127.0.0.1:9: expected an OpenAI-style server at /v1/models"):
+    with pytest.raises(OscarError, match=r"--endpoint http://127.0.0.1:9: expected an OpenAI-style server at /v1/models"):
         Endpoint("http://127.0.0.1:9")
 
 

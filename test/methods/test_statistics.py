@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from oscar.methods.statistics import MomentSums, NonFiniteError, SurrogateSums, output_moment, pool_query_group
+from oscar.errors import OscarError
+from oscar.methods.statistics import MomentSums, SurrogateSums, output_moment, pool_query_group
 
 # Three tokens, four query heads over two KV heads, head_dim 4 (V too).
 Q = torch.tensor(
@@ -151,7 +152,7 @@ def test_nonfinite_names_layer_and_side(side, bad):
     tensors = {"query": Q, "key": K, "value": V, "attention output": Q}
     tensors[side] = tensors[side].clone()
     tensors[side][1, 0, 2] = bad
-    with pytest.raises(NonFiniteError, match=f"layer 7, {side}"):
+    with pytest.raises(OscarError, match=f"layer 7, {side}"):
         MomentSums(7).add(*tensors.values())
 
 

@@ -12,7 +12,9 @@ from oscar.calibration.heldout import LayerErrorSums, total
 from oscar.calibration.run_sglang import Engine, capture, measure, search_clip, surrogate
 from oscar.calibration.run_transformers import capturing
 from oscar.calibration.text import Sequence
-from oscar.format.artifact import Artifact, LayerTransforms, ModelIdentity
+from oscar.format.artifact import Artifact
+from oscar.format.identity import ModelIdentity
+from oscar.format.side import LayerTransforms
 from oscar.methods.statistics import MomentSums, SurrogateSums, output_moment
 
 LENGTHS = (300, 1, 77)  # the first in three chunks

@@ -8,8 +8,11 @@ from sglang.srt.oscar.runtime import Runtime
 
 from oscar.calibration.calibrate import CalibrationOptions, calibrate
 from oscar.embedded import embedded_model
+from oscar.errors import OscarError
 from oscar.evaluate.local_server import LocalServer
-from oscar.format.artifact import Artifact, ArtifactError, LayerTransforms, ModelIdentity, load, save
+from oscar.format.artifact import Artifact, load, save
+from oscar.format.identity import ModelIdentity
+from oscar.format.side import LayerTransforms
 from oscar_kernel import decode_attention, extend_attention
 
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 64}
@@ -92,7 +95,7 @@ def test_served(tmp_path):
     model, path = str(embedded_model()), tmp_path / "oscar.safetensors"
     made = calibrate(CalibrationOptions(model, tokens=2048, max_length=512, skip_layers=(0, 2), progress=False))
     save(made, path)
-    with pytest.raises(ArtifactError, match="found none of layer 0, 2"):
+    with pytest.raises(OscarError, match="found none of layer 0, 2"):
         load(path)
     flags = ("--kv-quant", "oscar", "--oscar-artifact", path, "--oscar-sink-tokens", 8, "--oscar-recent-tokens", 16)
     flags += ("--oscar-allow-native-layers", "--oscar-debug-checks", "--max-total-tokens", 4096)

@@ -1,60 +1,113 @@
-"""What every op needs of one layer: its codec (transforms, clipping, formats) and its storage."""
+"""What every op needs of one layer: how its rows are made (`LayerCodec`) and where they lie (`LayerCache`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from oscar.format.codec import ROW_DTYPES, LosslessFormat, RowFormat, decode, encode
 from oscar.format.linalg import inverses
+from oscar.format.side import LayerTransforms, Side
 
-if TYPE_CHECKING:
-    from oscar.format.artifact import LayerTransforms
+Format = RowFormat | LosslessFormat
+
+
+@dataclass
+class SideCodec:
+    """How keys, or values, of one layer are written and read, for the KV heads of this rank, on one device.
+
+    Args:
+        fmt: row format.
+        transform: [num_kv_heads, dim, dim] float64, what the writer applies: a row is stored as (x - mean) @ transform. None:
+            the transform is folded into the model's weights, and nothing is done to rows.
+        read_transform: [num_kv_heads, dim, dim] float32, what the reader applies. For keys T^-T, to queries, so that
+            q' . k' = q . (k - mean). For values T^-1, to outputs; None exactly where transform is.
+        clip: [num_kv_heads] float32, see `oscar.format.codec.clip`.
+        mean: [num_kv_heads, head_dim] float64 or None; of keys only.
+        shaping: [num_kv_heads, dim, dim] float32 or None, see `oscar.format.codec`.
+        window_dtype: type of the rows kept beside the codes, and of what is encoded: bfloat16, or float32 if lossless.
+    """
+
+    fmt: Format
+    transform: Tensor | None
+    read_transform: Tensor | None
+    clip: Tensor
+    mean: Tensor | None = None
+    shaping: Tensor | None = None
+    window_dtype: torch.dtype = torch.bfloat16
+
+    @classmethod
+    def of(cls, side: Side, fmt: Format, device: str | torch.device, is_key: bool, folded: bool = False) -> SideCodec:
+        """The codec of a calibrated side; arguments as in `LayerCodec.of`."""
+
+        def place(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, dtype).contiguous()
+
+        inverse = inverses(side.transform.double())
+        return cls(
+            fmt=fmt,
+            transform=None if folded else place(side.transform, torch.float64),
+            # Of an orthogonal transform, T^-T is the transform itself, to rounding.
+            read_transform=None if folded else place(inverse.transpose(1, 2) if is_key else inverse, torch.float32),
+            clip=place(side.clip, torch.float32),
+            mean=place(side.mean, torch.float64),
+            shaping=place(side.shaping, torch.float32),
+            window_dtype=ROW_DTYPES[fmt.dtype] if isinstance(fmt, LosslessFormat) else torch.bfloat16,
+        )
+
+    def to(self, device: str | torch.device) -> SideCodec:
+        """The codec with its tensors elsewhere."""
+        tensors = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items()})
+
+    def store(self, x: Tensor) -> Tensor:
+        """[num_tokens, num_kv_heads, dim] of the model -> the same shape in window_dtype, in the space that is stored.
+
+        Products are summed in float64 and rounded once: float32 sums depend on how many rows a GEMM gets, and then the bytes
+        of a token would depend on its batch. The reference buys that equality with float64; kernels must reach it too.
+        """
+        if self.transform is None:
+            return x.to(self.window_dtype)
+        x = x.double()
+        if self.mean is not None:
+            x = x - self.mean
+        return torch.einsum("nhd,hde->nhe", x, self.transform).to(self.window_dtype)
+
+    def read(self, x: Tensor) -> Tensor:
+        """Queries into the space of stored keys, or outputs out of that of stored values.
+
+        [num_tokens, num_kv_heads, kv_group_num, dim] float32 -> the same shape, float32.
+        """
+        return x if self.read_transform is None else torch.einsum("nhgd,hde->nhge", x, self.read_transform)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Rows as `store` returns them -> [num_tokens, num_kv_heads, row_bytes] uint8."""
+        return encode(x, self.fmt, self.clip, self.shaping)
+
+    def decode(self, rows: Tensor) -> Tensor:
+        """[..., num_kv_heads, row_bytes] uint8 -> [..., num_kv_heads, dim] float32."""
+        return decode(rows, self.fmt)
 
 
 @dataclass
 class LayerCodec:
-    """Transforms and formats of one layer, for the KV heads of this rank, on one device.
+    """Both sides of one layer. Raises ValueError where one is in 2 bits and the other is not."""
 
-    Args:
-        k_format, v_format: row formats.
-        k_transform: [num_kv_heads, head_dim, head_dim] float64, k' = (k - k_mean) @ T.
-        q_transform: [num_kv_heads, head_dim, head_dim] float32, T^-T, so that q' . k' = q . (k - k_mean).
-        v_transform: [num_kv_heads, v_head_dim, v_head_dim] float64, or None where it is folded into W_V and W_O.
-        v_inverse: [num_kv_heads, v_head_dim, v_head_dim] float32, T^-1; None exactly where v_transform is.
-        k_clip, v_clip: [num_kv_heads] float32, see `oscar.format.codec.clip`.
-        k_mean, v_mean: [num_kv_heads, head_dim] float64 or None. A constant taken from every key of a head shifts all logits
-            of a query alike, and one taken from every value comes back whole since weights sum to one: both are exact.
-        k_levels, v_levels: [num_kv_heads, 4] float32 or None.
-        k_shaping, v_shaping: [num_kv_heads, head_dim, head_dim] float32 or None, see `oscar.format.codec`.
-        window_dtype: type of the rows kept beside the codes, and of what is encoded: bfloat16, or float32 if lossless.
-    """
+    k: SideCodec
+    v: SideCodec
 
-    k_format: RowFormat | LosslessFormat
-    v_format: RowFormat | LosslessFormat
-    k_transform: Tensor
-    q_transform: Tensor
-    v_transform: Tensor | None
-    v_inverse: Tensor | None
-    k_clip: Tensor
-    v_clip: Tensor
-    k_mean: Tensor | None = None
-    v_mean: Tensor | None = None
-    k_levels: Tensor | None = None
-    v_levels: Tensor | None = None
-    k_shaping: Tensor | None = None
-    v_shaping: Tensor | None = None
-    window_dtype: torch.dtype = torch.bfloat16
+    def __post_init__(self):
+        if type(self.k.fmt) is not type(self.v.fmt) or self.k.window_dtype != self.v.window_dtype:
+            raise ValueError(f"LayerCodec: K and V must have the same kind of row, got {self.k.fmt} and {self.v.fmt}")
 
     @classmethod
     def of(
         cls,
         layer: LayerTransforms,
-        k_format: RowFormat | LosslessFormat,
-        v_format: RowFormat | LosslessFormat,
+        k_format: Format,
+        v_format: Format,
         device: str | torch.device = "cpu",
         fold_v: bool = False,
     ) -> LayerCodec:
@@ -66,87 +119,64 @@ class LayerCodec:
             device: where the tensors go.
             fold_v: the value transform is already in W_V and W_O, so none is applied to values and outputs.
         """
+        k = SideCodec.of(layer.k, k_format, device, is_key=True)
+        return cls(k, SideCodec.of(layer.v, v_format, device, is_key=False, folded=fold_v))
 
-        def place(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, dtype).contiguous()
+    @classmethod
+    def native(
+        cls, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: str = "bfloat16", device: str | torch.device = "cpu"
+    ) -> LayerCodec:
+        """The codec of a layer whose rows are its numbers as they are, in "bfloat16" (a layer kept in 16 bits) or "float32"."""
 
-        k_transform, v_transform = layer.k_transform.double(), layer.v_transform.double()
+        def side(dim: int) -> Side:
+            return Side(torch.eye(dim).expand(num_kv_heads, dim, dim), torch.ones(num_kv_heads))
+
+        formats = LosslessFormat(head_dim, dtype), LosslessFormat(v_head_dim, dtype)
+        return cls.of(LayerTransforms(side(head_dim), side(v_head_dim)), *formats, device, fold_v=True)
+
+    @property
+    def window_dtype(self) -> torch.dtype:
+        return self.k.window_dtype
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.clip.shape[0]
+
+    def to(self, device: str | torch.device) -> LayerCodec:
+        """The codec with its tensors elsewhere."""
+        return LayerCodec(self.k.to(device), self.v.to(device))
+
+
+@dataclass
+class SideCache:
+    """Storage of keys, or values, of one layer.
+
+    Args:
+        buffer: [num_slots, num_kv_heads, row_bytes] uint8, the pool's rows.
+        window: [num_rows + 1, num_kv_heads, dim] in window_dtype, the windows' rows; the last one takes writes that go nowhere.
+    """
+
+    buffer: Tensor
+    window: Tensor
+
+    @classmethod
+    def zeros(cls, side: SideCodec, num_slots: int, num_rows: int, device: str | torch.device = "cpu") -> SideCache:
+        """Storage for so many slots and window rows. num_rows does not count the row that takes writes that go nowhere."""
+        heads = side.clip.shape[0]
         return cls(
-            k_format=k_format,
-            v_format=v_format,
-            k_transform=k_transform.to(device),
-            # Of an orthogonal transform this is the transform itself, to rounding.
-            q_transform=place(inverses(k_transform).transpose(1, 2), torch.float32),
-            v_transform=None if fold_v else v_transform.to(device),
-            v_inverse=None if fold_v else place(inverses(v_transform), torch.float32),
-            k_clip=place(layer.k_clip, torch.float32),
-            v_clip=place(layer.v_clip, torch.float32),
-            k_mean=place(layer.k_mean, torch.float64),
-            v_mean=place(layer.v_mean, torch.float64),
-            k_levels=place(layer.k_levels, torch.float32),
-            v_levels=place(layer.v_levels, torch.float32),
-            k_shaping=place(layer.k_shaping, torch.float32),
-            v_shaping=place(layer.v_shaping, torch.float32),
-            window_dtype=ROW_DTYPES[k_format.dtype] if isinstance(k_format, LosslessFormat) else torch.bfloat16,
+            torch.zeros(num_slots, heads, side.fmt.row_bytes, dtype=torch.uint8, device=device),
+            torch.zeros(num_rows + 1, heads, side.fmt.head_dim, dtype=side.window_dtype, device=device),
         )
-
-    def transform_k(self, k: Tensor) -> Tensor:
-        """[num_tokens, num_kv_heads, head_dim] -> the same shape in window_dtype, in the space that is stored.
-
-        Products are summed in float64 and rounded once: float32 sums depend on how many rows a GEMM gets, and then the bytes
-        of a token would depend on its batch. The reference buys that equality with float64; kernels must reach it too.
-        """
-        return _transform(k, self.k_transform, self.k_mean).to(self.window_dtype)
-
-    def transform_v(self, v: Tensor) -> Tensor:
-        """[num_tokens, num_kv_heads, v_head_dim] -> the same shape in window_dtype, in the space that is stored."""
-        if self.v_transform is None:
-            return v.to(self.window_dtype)
-        return _transform(v, self.v_transform, self.v_mean).to(self.window_dtype)
-
-    def transform_q(self, q: Tensor) -> Tensor:
-        """[num_tokens, num_qo_heads, head_dim] -> [num_tokens, num_kv_heads, kv_group_num, head_dim] float32."""
-        grouped = q.float().unflatten(1, (self.q_transform.shape[0], -1))
-        return torch.einsum("nhgd,hde->nhge", grouped, self.q_transform)
-
-    def restore_o(self, o: Tensor) -> Tensor:
-        """[num_tokens, num_kv_heads, kv_group_num, v_head_dim] float32 -> [num_tokens, num_qo_heads, v_head_dim] float32."""
-        if self.v_inverse is not None:
-            o = torch.einsum("nhgd,hde->nhge", o, self.v_inverse)
-        if self.v_mean is not None:
-            o = o + self.v_mean.float().unsqueeze(1)
-        return o.flatten(1, 2)
-
-    def encode_k(self, k: Tensor) -> Tensor:
-        return encode(k, self.k_format, self.k_clip, self.k_levels, self.k_shaping)
-
-    def encode_v(self, v: Tensor) -> Tensor:
-        return encode(v, self.v_format, self.v_clip, self.v_levels, self.v_shaping)
-
-    def decode_k(self, rows: Tensor) -> Tensor:
-        return decode(rows, self.k_format, self.k_levels)
-
-    def decode_v(self, rows: Tensor) -> Tensor:
-        return decode(rows, self.v_format, self.v_levels)
-
-
-def _transform(x: Tensor, transform: Tensor, mean: Tensor | None) -> Tensor:
-    x = x.double()
-    if mean is not None:
-        x = x - mean
-    return torch.einsum("nhd,hde->nhe", x, transform)
 
 
 @dataclass
 class LayerCache:
-    """Storage of one layer.
+    """Storage of both sides of one layer."""
 
-    Args:
-        k_buffer, v_buffer: [num_slots, num_kv_heads, row_bytes] uint8.
-        k_window, v_window: [num_rows + 1, num_kv_heads, head_dim] in window_dtype; the last row takes writes that go nowhere.
-    """
+    k: SideCache
+    v: SideCache
 
-    k_buffer: Tensor
-    v_buffer: Tensor
-    k_window: Tensor
-    v_window: Tensor
+    @classmethod
+    def zeros(cls, codec: LayerCodec, num_slots: int, num_rows: int, device: str | torch.device = "cpu") -> LayerCache:
+        """Storage for so many slots and window rows, as in `SideCache.zeros`."""
+        return cls(*(SideCache.zeros(side, num_slots, num_rows, device) for side in (codec.k, codec.v)))

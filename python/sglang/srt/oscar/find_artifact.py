@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.oscar.refusal import refuse, unreadable
+from sglang.srt.oscar.refusal import OscarRefusal, refuse, unreadable
 
+from oscar.errors import OscarError
 from oscar.format import artifact as artifacts
+from oscar.format.identity import ModelIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ def find_artifact(server_args: Any) -> tuple[Path, artifacts.Artifact]:
     cfg = resolving_view(server_args)
     folder = local_model(cfg.model_path, cfg.revision)
     try:
-        identity = artifacts.ModelIdentity.from_path(folder)
+        identity = ModelIdentity.from_path(folder)
         path = Path(cfg.oscar_artifact) if cfg.oscar_artifact is not None else artifacts.find(folder, identity)
         if path is not None and cfg.oscar_calibrate_text is not None:
             logger.warning("oscar: --oscar-calibrate-text is not used: %s is there already", path)
@@ -50,7 +52,9 @@ def find_artifact(server_args: Any) -> tuple[Path, artifacts.Artifact]:
                 )
             calibrate(cfg.model_path, path, command)
         return path, artifacts.load(path, identity, native_layers=cfg.oscar_allow_native_layers)
-    except artifacts.ArtifactError as error:
+    except OscarRefusal:
+        raise
+    except OscarError as error:
         sentence = str(error)
         raise refuse(sentence if sentence.startswith("oscar") else f"oscar: {sentence}") from None
 
