@@ -22,6 +22,8 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from oscar import support
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
 from oscar.format import artifact
+from oscar.format.identity import ModelIdentity
+from oscar.format.side import LayerTransforms, Side
 
 GEOMETRY = {
     "vocab_size": 300,
@@ -211,10 +213,10 @@ def test_artifact_that_is_not_there_or_no_artifact(model, tmp_path):
 def test_missing_layers_need_the_flag(model, tmp_path):
     one = torch.ones(2)
     eye = torch.eye(128).expand(2, 128, 128)
-    identity = artifact.ModelIdentity.from_path(model)
-    layers = {1: artifact.LayerTransforms(eye, eye, one, one)}
+    identity = ModelIdentity.from_path(model)
+    layers = {1: LayerTransforms(Side(eye, one), Side(eye, one))}
     path = tmp_path / "part.safetensors"
-    artifact.save(artifact.Artifact(identity, "identity", 128, "float16", 4, 16, 0, layers), path)
+    artifact.save(artifact.Artifact(identity, "identity", 128, 4, 16, 0, layers), path)
     start = ("--model-path", model, "--kv-quant", "oscar", "--oscar-artifact", str(path))
     sentence = refusal(*start)
     assert "found none of layer 0; give --oscar-allow-native-layers" in sentence and str(path) in sentence

@@ -154,7 +154,7 @@ SYMBOLS = [
     Symbol(f"{_POOL}.move_kv_cache", "overridden: carries the overlay", ("tgt_loc", "src_loc")),
     Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.req_to_token", "positions to slots"),
     Symbol("sglang.srt.mem_cache.memory_pool.unwrap_write_loc", "slots of a write"),
-    # Backend (backend.py, path_gpu.py, windows.py)
+    # Backend (backend.py, model_layers.py, path_host.py, path_gpu.py)
     Symbol(f"{_BACKEND}.init_forward_metadata", "overridden", ("forward_batch",)),
     Symbol(f"{_BACKEND}.forward_decode", "overridden", ("q", "k", "v", "layer", "forward_batch"), exact=False),
     Symbol(f"{_BACKEND}.forward_extend", "overridden", ("q", "k", "v", "layer", "forward_batch"), exact=False),
