@@ -13,12 +13,14 @@ No activation is stored; memory is the model, one forward pass and O(layers * he
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
 
 import oscar
+from oscar import support
 from oscar.calibration import clip_search, sources, text
 from oscar.calibration import run_sglang as sglang_capture
 from oscar.calibration import saved as saved_statistics
@@ -36,6 +38,8 @@ from oscar.methods import METHODS
 from oscar.methods.statistics import LayerStatistics, MomentSums, SurrogateSums, difficulty, output_moment
 from oscar.progress import Steps
 
+logger = logging.getLogger(__name__)
+
 TOKENS_AT_ONCE = 1024
 """Tokens whose outer products are summed together: any number gives the same sums, and their float64 copies stay in the cache
 (a third less CPU time than 4096 at head_dim 128)."""
@@ -52,6 +56,9 @@ def calibrate(options: CalibrationOptions) -> Artifact:
         OscarError: the input cannot work, as one sentence.
     """
     identity, model_config = check(options)
+    unserved = support.refused(model_config)
+    if unserved:
+        logger.warning("oscar: %s", support.not_served(unserved))
     with Steps(options.progress) as steps:
         inside = options.backend == "sglang"
         # Before the slow step, since lines and files may be bad.
@@ -89,6 +96,8 @@ def calibrate(options: CalibrationOptions) -> Artifact:
         else:
             errors = _measure(options, identity, model, artifact.layers, held_out, steps)
         artifact.provenance = _provenance(options, statistics, held_out, errors)
+        if unserved:
+            artifact.provenance["not_served"] = [list(pair) for pair in unserved]
     return artifact
 
 

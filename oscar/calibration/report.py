@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from oscar import support
 from oscar.calibration.calibrate import CalibrationOptions, check, formats
 from oscar.errors import OscarError
 from oscar.format import sizing
@@ -100,6 +101,8 @@ def verdict(artifact: Artifact) -> dict:
 def warnings(artifact: Artifact) -> list[str]:
     """Sentences on what a user of this artifact should know; often none."""
     result = []
+    if sentence := support.not_served(artifact.provenance.get("not_served", [])):
+        result.append(sentence)
     if artifact.native_layers:
         missing = ", ".join(map(str, artifact.native_layers))
         result.append(f"no transforms of layers {missing}; they stay in 16 bits if served with --oscar-allow-native-layers.")

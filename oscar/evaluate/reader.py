@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oscar import support
 from oscar.calibration.run_transformers import LayerCapture, capturing
 from oscar.errors import OscarError
 from oscar.format.windows import WindowMaps
@@ -108,15 +109,12 @@ class Reader:
         model: a Hugging Face causal language model in eval mode whose attention goes through the library's interface. Its
             dtype is that of the exact side; queries, keys and values reach the kernels in it, on its device.
     Raises:
-        OscarError: a layer attends to a sliding window, which the 2-bit cache does not serve.
+        OscarError: a feature for which `oscar.support` refuses evaluation, e.g. sliding windows.
     """
 
     def __init__(self, model):
-        kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
-        if other := sorted(kinds - {"full_attention"}):
-            raise OscarError(
-                f"evaluate: expected full attention in every layer, got {', '.join(other)}; the 2-bit cache does not serve it"
-            )
+        for key, detail in support.refused(model.config, "evaluation"):
+            raise OscarError(support.model_refusal(key, support.model_name(model.config), detail))
         self.model, self.device = model, model.device
         self.num_qo_heads = model.config.get_text_config(decoder=True).num_attention_heads
 

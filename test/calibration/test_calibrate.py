@@ -94,13 +94,30 @@ def test_hooks_are_undone_even_after_an_error(make_model):
         (lambda: transformers.DeepseekV3Config(), "latent attention"),
         (lambda: transformers.BartConfig(), "encoder-decoder"),
         (lambda: transformers.GptOssConfig(), "learned attention sinks"),
-        (lambda: transformers.Qwen3NextConfig(), "layers of kind linear_attention"),
-        (lambda: transformers.MambaConfig(), "layers of kind"),
+        (lambda: transformers.Qwen3NextConfig(), "layer_types has linear_attention"),
+        (lambda: transformers.MambaConfig(), "linear-attention or Mamba layers"),
+        (lambda: transformers.Llama4TextConfig(), "chunked attention"),
     ],
 )
 def test_refused_by_name(config, reason):
     with pytest.raises(OscarError, match=reason):
         check_supported(config())
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3Text", "Qwen3"])
+def test_what_serving_refuses_is_said_in_the_log_and_in_the_report(name, tiny_models, tmp_path, caplog):
+    """Calibration takes these models before serving does; nobody finds that out at the start of a server."""
+    artifact = calibrate(quick(tiny_models(name), method="hadamard", tokens=256))
+    artifacts.save(artifact, tmp_path / "a")
+    said = [line for line in warnings(artifacts.load(tmp_path / "a")) if "--kv-quant oscar" in line]
+    logged = [record.getMessage() for record in caplog.records if "--kv-quant oscar" in record.getMessage()]
+    if name == "Qwen3":
+        assert not said and not logged and "not_served" not in artifact.provenance
+        return
+    (line,) = said
+    assert logged == [f"oscar: {line}"] and "does not serve this model yet" in line
+    assert "sliding-window attention" in line and "is not in the 2-bit format yet" in line
+    assert ("soft cap" in line) == (name == "Gemma2")
 
 
 def test_same_inputs_same_bytes(tiny_models, tmp_path):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from sglang.srt.oscar.flags import OscarSettings
 from sglang.srt.oscar.pool import pool_class
-from sglang.srt.oscar.resolve import OscarSettings
 from sglang.srt.oscar.runtime import Runtime
 
 from oscar.calibration.calibrate import CalibrationOptions, calibrate

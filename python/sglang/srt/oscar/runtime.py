@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from sglang.srt.oscar.resolve import OscarSettings, settings_of
+from sglang.srt.oscar.flags import OscarSettings, settings_of
 
 from oscar.format import sizing
 from oscar.format.artifact import Artifact, load

@@ -1,8 +1,6 @@
-"""What `--kv-quant oscar` works with, as data: the one table behind the refusals at start, the docs and the tests.
+"""The table of what `--kv-quant oscar` works with: features of a model, options of the server, kinds of hardware.
 
-Four groups: features of a model, options of the server, kinds of hardware, and the GPUs that the kernels know. Every refused
-row says why and what to do instead; the refusals make the one sentence that a user sees. No import of SGLang or torch:
-documentation is built from here.
+Every refused row says why and what to do instead. The GPUs that the kernels know are in `oscar_kernel.architectures`.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OFF = "serve with --kv-quant none"
+ON_CPU = "serve on the CPU with --device cpu, or " + OFF
 
 
 @dataclass(frozen=True)
@@ -18,11 +17,13 @@ class Feature:
     """A property of a model, or a kind of machine.
 
     Args:
-        key: name in code; `sglang.srt.oscar.resolve` has one detector a refused model key.
+        key: name in code; `oscar.support.detect` has one detector for each refused key of a model.
         title: name in sentences and tables.
         supported: whether `--kv-quant oscar` serves it.
         reason: why not; or, for a supported row, a remark for the table.
         alternative: what to do instead.
+        offline: what works with it although serving refuses it: "calibration", "evaluation".
+        where: the only circumstances in which it is refused, in words; "": it is refused everywhere.
     """
 
     key: str
@@ -30,6 +31,8 @@ class Feature:
     supported: bool
     reason: str = ""
     alternative: str = OFF
+    offline: tuple[str, ...] = ()
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,51 +55,54 @@ class Option:
 
 
 MODEL_FEATURES = (
-    Feature("mha", "multi-head and grouped-query attention", True, "any head_dim that is a multiple of 4"),
+    Feature(
+        "mha",
+        "multi-head and grouped-query attention",
+        True,
+        "head_dim must be a multiple of 4, on a GPU of 16",
+    ),
     Feature("moe", "mixture of experts", True),
     Feature("partial_rotary", "partial rotary embeddings", True),
     Feature("quantized_weights", "quantized weights", True, "the V transform runs online where weights cannot be folded"),
-    Feature("mla", "multi-head latent attention (MLA)", False, "its cache holds a latent vector, not K and V heads"),
-    Feature(
-        "sparse_attention",
-        "sparse attention with its own index or compressed cache",
-        False,
-        "it reads the cache through kernels of its own",
-    ),
-    Feature("attention_sinks", "learned attention sinks", False, "the attention kernels have no sink logits yet"),
-    Feature(
-        "sliding_window",
-        "sliding-window or chunked attention",
-        False,
-        "its second KV pool is not in the 2-bit format yet",
-    ),
-    Feature("linear_attention", "linear-attention or Mamba layers", False, "their state is not a KV cache and is not covered"),
     Feature("encoder_decoder", "an encoder-decoder architecture", False, "cross-attention keeps K and V of the encoder"),
-    Feature(
-        "multimodal",
-        "image, audio or video input",
-        False,
-        "calibration has seen text only, so the error on other tokens is unknown",
-    ),
     Feature(
         "not_generative",
         "embedding, reward or classification output",
         False,
         "it does not decode, so a smaller KV cache gains nothing",
     ),
-    Feature("shared_kv_layers", "layers that share the K and V of another layer", False, "transforms belong to one layer each"),
     Feature(
-        "several_head_sizes",
-        "several head sizes in one model",
+        "multimodal",
+        "image, audio or video input",
         False,
-        "all layers share one row format",
+        "calibration has seen text only, so the error on other tokens is unknown",
     ),
+    Feature("mla", "multi-head latent attention (MLA)", False, "its cache holds a latent vector, not K and V heads"),
+    Feature("linear_attention", "linear-attention or Mamba layers", False, "their state is not a KV cache and is not covered"),
+    Feature("attention_sinks", "learned attention sinks", False, "the attention kernels have no sink logits yet"),
+    Feature(
+        "sparse_attention",
+        "sparse attention with its own index or compressed cache",
+        False,
+        "it reads the cache through kernels of its own",
+    ),
+    Feature(
+        "sliding_window",
+        "sliding-window attention",
+        False,
+        "its second KV pool is not in the 2-bit format yet",
+        offline=("calibration",),
+    ),
+    Feature("chunked_attention", "chunked attention", False, "its second KV pool is not in the 2-bit format yet"),
+    Feature("shared_kv_layers", "layers that share the K and V of another layer", False, "transforms belong to one layer each"),
+    Feature("several_head_sizes", "several head sizes in one model", False, "all layers share one row format"),
     Feature("alibi", "ALiBi position biases", False, "the attention kernels add no position bias"),
     Feature(
-        "head_dim",
-        "a head_dim that is not a multiple of 4",
+        "logit_cap",
+        "a soft cap on attention logits",
         False,
-        "four 2-bit codes share a byte, so head_dim must be a positive multiple of 4 (64, 80, 96, 112, 128, 192, 256, ...)",
+        "the kernels apply it and are tested with it, but serving has not been tried with it",
+        offline=("calibration", "evaluation"),
     ),
     Feature(
         "unreadable_geometry",
@@ -104,8 +110,22 @@ MODEL_FEATURES = (
         False,
         "the config must give the number of KV heads and the head_dim",
     ),
-    Feature("logit_cap", "a soft cap on attention logits", False, "no test covers it yet"),
+    Feature(
+        "head_dim",
+        "a head_dim that is not a multiple of 4",
+        False,
+        "four 2-bit codes share a byte, so head_dim must be a positive multiple of 4 (64, 80, 96, 112, 128, 192, 256, ...)",
+    ),
+    Feature(
+        "head_dim_of_kernels",
+        "a head_dim that is not a multiple of 16",
+        False,
+        "the Triton kernels and the C++ library work on 16 channels at a time",
+        "give --oscar-kernels reference (plain PyTorch, slow), or " + ON_CPU,
+        where="on a GPU, or with --oscar-kernels triton or cpu",
+    ),
 )
+"""The features that a config can show, the most telling refusal first: a model is refused with the first one that it has."""
 
 _ONE_FORMAT = "both decide the format of the KV cache"
 _ONE_READER = "only the oscar backend reads the 2-bit KV cache"
@@ -200,80 +220,3 @@ HARDWARE = (
     Feature("musa", "Moore Threads GPUs", False, "it has not been tried there"),
     Feature("hpu", "Gaudi", False, "it has not been tried there"),
 )
-
-
-ON_CPU = "serve on the CPU with --device cpu, or " + OFF
-
-
-def model_feature(key: str) -> Feature:
-    """The row of a model feature. Raises KeyError for an unknown key."""
-    return {feature.key: feature for feature in MODEL_FEATURES}[key]
-
-
-def model_refusal(key: str, model: str, detail: str = "") -> str:
-    """The sentence for a model that has a refused feature; `detail` is what was found, e.g. "head_dim=90"."""
-    feature = model_feature(key)
-    found = f" ({detail})" if detail else ""
-    return (
-        f"oscar: --kv-quant oscar cannot serve {model}: it has {feature.title}{found}, and {feature.reason}; "
-        f"{feature.alternative}"
-    )
-
-
-def option_refusal(option: Option, value: Any) -> str:
-    """The sentence for a server option whose value is refused; names both flags and what works instead."""
-    given = option.flag if value is True else f"{option.flag} {_written(value)}"
-    works = ""
-    if option.allowed[0] not in (None, False, True) and option.allowed != (1,):
-        works = f" (works with {option.flag} {option.allowed[0]})"
-    alternative = option.alternative.format(flag=option.flag)
-    return f"oscar: --kv-quant oscar does not go with {given}: {option.reason}{works}; {alternative}"
-
-
-def hardware_refusal(kind: str) -> str | None:
-    """The sentence for a kind of machine, or None where it is supported; an unknown kind is refused too."""
-    for row in HARDWARE:
-        if row.key == kind:
-            if row.supported:
-                return None
-            return f"oscar: --kv-quant oscar does not run on {row.title}: {row.reason}; {ON_CPU}"
-    known = ", ".join(row.key for row in HARDWARE if row.supported)
-    return f"oscar: --kv-quant oscar does not know the device {kind!r} (it knows {known}); {ON_CPU}"
-
-
-def architecture_refusal(key: str, card: str) -> str | None:
-    """The sentence for a GPU that the kernels do not know, or None. key: "sm_90"; card: the GPU's own name."""
-    from oscar_kernel import architectures  # the package imports torch
-
-    clause = architectures.unknown(key, card)
-    if clause is None:
-        return None
-    return f"oscar: {clause}; give --oscar-kernels reference (plain PyTorch, slow), or {ON_CPU}"
-
-
-def _written(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def markdown() -> str:
-    """The whole table as Markdown, for docs/."""
-    from oscar_kernel import architectures  # the package imports torch
-
-    lines = ["| what | with --kv-quant oscar | why, and what to do |", "|---|---|---|"]
-    for row in (*MODEL_FEATURES, *HARDWARE):
-        verdict = "yes" if row.supported else "refused at start"
-        remark = row.reason if row.supported else f"{row.reason}; {row.alternative if row in MODEL_FEATURES else ON_CPU}"
-        lines.append(f"| {row.title} | {verdict} | {remark} |")
-    for row in architectures.ARCHITECTURES.values():
-        remark = "never run there, nor lowered"
-        if row.in_report:
-            remark = f"never run there; {row.remark or 'lowered without a card'}"
-        lines.append(f"| {row.key}: {row.name} | Triton kernels | {remark} |")
-    for option in SERVER_OPTIONS:
-        if not option.allowed:
-            lines.append(f"| `{option.flag}` | any value | |")
-            continue
-        named = [_written(value) for value in option.allowed if value not in (None, False, [], ())]
-        verdict = f"only {' or '.join(named)}" if named else "refused at start"
-        lines.append(f"| `{option.flag}` | {verdict} | {option.reason}; {option.alternative.format(flag=option.flag)} |")
-    return "\n".join(lines)
