@@ -134,7 +134,7 @@ def describe(artifact: Artifact) -> dict:
     native = len(artifact.native_layers)
 
     def clip(side: str) -> float | str:
-        ratios = torch.cat([getattr(layer, f"{side}_clip") for layer in artifact.layers.values()])
+        ratios = torch.cat([getattr(layer, side).clip for layer in artifact.layers.values()])
         low, high = (float(f"{x:.4g}") for x in (ratios.min(), ratios.max()))
         return low if low == high else f"{low} to {high}"
 
@@ -171,7 +171,7 @@ def verify(artifact: Artifact, path: str | Path) -> dict:
     worst = 1.0
     for layer_id, layer in artifact.layers.items():
         for side in ("k", "v"):
-            for head, matrix in enumerate(getattr(layer, f"{side}_transform").double()):
+            for head, matrix in enumerate(getattr(layer, side).transform.double()):
                 values = torch.linalg.svdvals(matrix)
                 condition = float(values[0] / values[-1]) if values[-1] > 0 else float("inf")
                 if condition > MAX_CONDITION:

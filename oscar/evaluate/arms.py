@@ -15,7 +15,7 @@ from oscar.format import sizing
 from oscar.format.artifact import Artifact
 from oscar.format.codec import LosslessFormat, RowFormat
 from oscar.format.identity import ModelIdentity
-from oscar.format.side import LayerTransforms, Side
+from oscar.format.side import LayerTransforms
 from oscar.methods import METHODS
 from oscar.methods.statistics import LayerStatistics
 from oscar_kernel import LayerCodec
@@ -107,10 +107,7 @@ def from_artifact(artifact: Artifact, path: str | Path, device: str | torch.devi
 
 def native_codec(model: ModelIdentity, dtype: str, device: str | torch.device = "cpu") -> LayerCodec:
     """Rows as they are, in "bfloat16" as a layer without transforms is served, or in "float32"."""
-    k, v = (torch.eye(d).expand(model.num_kv_heads, d, d) for d in (model.head_dim, model.v_head_dim))
-    layer = LayerTransforms(*(Side(x, torch.ones(model.num_kv_heads)) for x in (k, v)))
-    formats = LosslessFormat(model.head_dim, dtype), LosslessFormat(model.v_head_dim, dtype)
-    return LayerCodec.of(layer, *formats, device, fold_v=True)
+    return LayerCodec.native(model.num_kv_heads, model.head_dim, model.v_head_dim, dtype, device)
 
 
 def from_layers(

@@ -8,9 +8,9 @@ exact attention among the tokens of one chunk. `Reader.cache` then stores the co
     position   0 ..... sinks .......... context | continuation, teacher-forced
     query i    16 bits | 2 bits ... 2 bits      | 2 bits .. | recent: 16 bits | i
 
-Every continuation position is one "request" of `oscar_kernel.decode_attention` with a length of its own, all in one batch,
+Every continuation position is one "request" of an `oscar_kernel.BatchDecode` with a length of its own, all in one batch,
 layer by layer. That is what decoding step by step reads: a position's keys and values depend on earlier positions alone, and
-the windows of `plan_read` follow each request's own length. Every slot has a 16-bit row of its own here, so one stored
+the windows follow each request's own length. Every slot has a 16-bit row of its own here, so one stored
 document serves all window sizes; the server keeps only rows that a window can still reach.
 
 Values are transformed when stored and outputs transformed back, where the server folds both into the weights: the same
@@ -19,7 +19,6 @@ numbers up to rounding.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ from torch import Tensor
 
 from oscar.calibration.run_transformers import LayerCapture, capturing
 from oscar.errors import OscarError
-from oscar_kernel import LayerCache, LayerCodec, ReadPlan, SideCache, decode_attention, extend_attention, plan_read, store_kv
+from oscar.format.windows import WindowMaps
+from oscar_kernel import BatchDecode, LayerCache, LayerCodec, Layers
 
 Windows = tuple[int, int]
 """(sink_tokens, recent_tokens)."""
@@ -65,26 +65,22 @@ class DocumentCache:
 
     Args:
         codecs: layer -> codec, all layers.
-        num_kv_heads: KV heads of a layer.
+        num_qo_heads: query heads of a layer.
         lens: tokens that each document will have stored before the first decode.
         capacity: slots of each document: context and continuation.
     """
 
-    def __init__(self, codecs: dict[int, LayerCodec], num_kv_heads: int, lens: Sequence[int], capacity: int):
-        self.codecs, self.lens, self.capacity = codecs, list(lens), capacity
+    def __init__(self, codecs: dict[int, LayerCodec], num_qo_heads: int, lens: Sequence[int], capacity: int):
+        self.lens, self.capacity = list(lens), capacity
         num_slots = len(lens) * capacity
         self.device = next(iter(codecs.values())).k.clip.device
-        self.layers = {i: self._empty(codec, num_slots, num_kv_heads) for i, codec in codecs.items()}
+        caches = {i: LayerCache.zeros(codec, num_slots, num_slots, self.device) for i, codec in codecs.items()}
+        self.layers = Layers({i: (caches[i], codec) for i, codec in codecs.items()}, num_qo_heads)
 
-    def _empty(self, codec: LayerCodec, num_slots: int, num_kv_heads: int) -> LayerCache:
-        def rows(fmt) -> Tensor:
-            return torch.zeros(num_slots, num_kv_heads, fmt.row_bytes, dtype=torch.uint8, device=self.device)
-
-        def window(fmt) -> Tensor:
-            shape = num_slots + 1, num_kv_heads, fmt.head_dim
-            return torch.zeros(shape, dtype=codec.window_dtype, device=self.device)
-
-        return LayerCache(*(SideCache(rows(side.fmt), window(side.fmt)) for side in (codec.k, codec.v)))
+    def maps(self, windows: Windows) -> WindowMaps:
+        """Every slot owns the row of its own number."""
+        slots = torch.arange(len(self.lens) * self.capacity, device=self.device)
+        return WindowMaps(slots.int(), torch.cat((slots, slots.new_tensor([-1]))), *windows)
 
     def slots(self, num_tokens: int) -> Tensor:
         """[len(lens), num_tokens] int64: where the next tokens of each document go."""
@@ -96,9 +92,13 @@ class DocumentCache:
         at = torch.tensor(self.lens, device=self.device).unsqueeze(1)
         return at + torch.arange(num_tokens, device=self.device)
 
-    def plan(self, num_tokens: int, windows: Windows) -> ReadPlan:
-        """Read plan of the next tokens of each document, one request a token, documents outermost."""
-        return _plan(tuple(self.lens), self.capacity, num_tokens, *windows, self.device)
+    def step(self, num_tokens: int, windows: Windows) -> BatchDecode:
+        """Planned attention of the next tokens of each document: one request a token, documents outermost."""
+        decode, documents = self.layers.batch_decode(), torch.arange(len(self.lens), device=self.device)
+        slots = torch.arange(len(self.lens) * self.capacity, device=self.device).view(len(self.lens), self.capacity)
+        kv_lens = [n + i + 1 for n in self.lens for i in range(num_tokens)]
+        decode.plan(slots, documents.repeat_interleave(num_tokens), kv_lens, self.maps(windows))
+        return decode
 
 
 class Reader:
@@ -118,6 +118,7 @@ class Reader:
                 f"evaluate: expected full attention in every layer, got {', '.join(other)}; the 2-bit cache does not serve it"
             )
         self.model, self.device = model, model.device
+        self.num_qo_heads = model.config.get_text_config(decoder=True).num_attention_heads
 
     def read(self, tokens: Tensor, context: int) -> Reading:
         """Exact attention over a whole document.
@@ -152,12 +153,12 @@ class Reader:
             room: tokens that will be decoded after each context.
         """
         lens = [r.context for r in readings]
-        cache = DocumentCache(codecs, readings[0].k[0].shape[1], lens, max(lens) + room)
-        for i, codec in codecs.items():
+        cache = DocumentCache(codecs, self.num_qo_heads, lens, max(lens) + room)
+        for i in codecs:
             k = torch.cat([r.k[i][: r.context] for r in readings])
             v = torch.cat([r.v[i][: r.context] for r in readings])
             loc = torch.cat([torch.arange(n, device=self.device) + d * cache.capacity for d, n in enumerate(lens)])
-            store_kv(k, v, loc, loc, cache.layers[i], codec)
+            cache.layers.store(i, k, v, loc, loc)
         return cache
 
     def prefill(self, tokens: Tensor, codecs: dict[int, LayerCodec], room: int) -> tuple[DocumentCache, Tensor]:
@@ -172,14 +173,12 @@ class Reader:
         Returns:
             The cache of this one document, and the logits after its last token, [vocab_size] float32.
         """
-        config = self.model.config.get_text_config(decoder=True)
-        cache = DocumentCache(codecs, config.num_key_value_heads, [0], len(tokens) + room)
-        plan, slots = _empty_plan(self.device), torch.arange(len(tokens), device=self.device)
+        cache = DocumentCache(codecs, self.num_qo_heads, [0], len(tokens) + room)
+        step, slots = cache.layers.batch_extend(), torch.arange(len(tokens), device=self.device)
+        step.plan(slots.unsqueeze(0), slots[:1], [0], [0, len(tokens)], cache.maps((0, 0)), slots, slots)
 
         def attend(layer_id: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, logit_cap: float) -> Tensor:
-            layer, codec = cache.layers[layer_id], codecs[layer_id]
-            k, v = store_kv(k, v, slots, slots, layer, codec)
-            return extend_attention(q, k, v, [0, len(tokens)], layer, codec, plan, sm_scale, logit_cap)
+            return step.run(layer_id, q, k, v, sm_scale=sm_scale, logit_cap=logit_cap, out_dtype=torch.float32)
 
         with torch.inference_mode(), _attending(self.model, attend):
             ids = tokens.to(self.device).unsqueeze(0)
@@ -199,13 +198,13 @@ class Reader:
         Returns:
             [num_documents, num_tokens, vocab_size] float32, logits after each of the tokens.
         """
-        plan, slots = cache.plan(tokens.shape[1], windows), cache.slots(tokens.shape[1])
-        loc, positions = slots.flatten(), cache.positions(tokens.shape[1])
+        step, loc = cache.step(tokens.shape[1], windows), cache.slots(tokens.shape[1]).flatten()
+        positions = cache.positions(tokens.shape[1])
 
         def attend(layer_id: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, logit_cap: float) -> Tensor:
-            layer, codec = cache.layers[layer_id], cache.codecs[layer_id]
-            store_kv(k, v, loc, loc, layer, codec)
-            return decode_attention(q, layer, codec, plan, sm_scale, logit_cap)
+            # Stored apart: these tokens read each other's 2-bit rows, which a step of the server writes at its end.
+            cache.layers.store(layer_id, k, v, loc, loc)
+            return step.run(layer_id, q, sm_scale=sm_scale, logit_cap=logit_cap, out_dtype=torch.float32)
 
         with torch.inference_mode(), _attending(self.model, attend):
             return self.model(input_ids=tokens.to(self.device), position_ids=positions, use_cache=False).logits.float()
@@ -221,38 +220,15 @@ class Reader:
             Per layer (squared error, squared norm) of the output, summed over continuation, heads and channels.
         """
         num_tokens = len(reading.tokens) - reading.context
-        plan, loc = cache.plan(num_tokens, windows), cache.slots(num_tokens).flatten()
+        step, loc = cache.step(num_tokens, windows), cache.slots(num_tokens).flatten()
         sums = []
-        for i, codec in cache.codecs.items():
-            store_kv(reading.k[i][reading.context :], reading.v[i][reading.context :], loc, loc, cache.layers[i], codec)
-            found = decode_attention(reading.q[i], cache.layers[i], codec, plan, *reading.scaling[i])
+        for i in cache.layers.by_id:
+            cache.layers.store(i, reading.k[i][reading.context :], reading.v[i][reading.context :], loc, loc)
+            scale, cap = reading.scaling[i]
+            found = step.run(i, reading.q[i], sm_scale=scale, logit_cap=cap, out_dtype=torch.float32)
             exact = reading.output[i].double()
             sums.append((float((found.double() - exact).square().sum()), float(exact.square().sum())))
         return sums
-
-
-@functools.lru_cache(maxsize=8)
-def _plan(
-    lens: tuple[int, ...], capacity: int, num_tokens: int, sink_tokens: int, recent_tokens: int, device: torch.device
-) -> ReadPlan:
-    """The plan depends on lengths and windows alone, so all methods share it. Do not write into it: it is cached."""
-    slots = torch.arange(len(lens) * capacity, device=device)
-    kv_lens = [n + i + 1 for n in lens for i in range(num_tokens)]
-    return plan_read(
-        slots.view(len(lens), capacity),
-        torch.arange(len(lens), device=device).repeat_interleave(num_tokens),
-        kv_lens,
-        slots.int(),
-        torch.cat((slots, slots.new_tensor([-1]))),
-        sink_tokens,
-        recent_tokens,
-    )
-
-
-def _empty_plan(device: torch.device) -> ReadPlan:
-    """Nothing is cached yet: the plan of a prompt's first chunk."""
-    none = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    return plan_read(none, none[0], [0], none[0].int(), none.new_tensor([-1]), 0, 0)
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float, float], Tensor]

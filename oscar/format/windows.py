@@ -19,7 +19,8 @@ class WindowMaps:
 
     Args:
         row_of_slot: [num_slots] int32, window row of a slot, or -1.
-        slot_of_row: [num_rows + 1] int64, slot that owns a row, or -1. No slot owns the last row: it takes writes that go nowhere.
+        slot_of_row: [num_rows + 1] int64, slot that owns a row, or -1. No slot owns the last row, which takes writes that go
+            nowhere.
         sink_tokens, recent_tokens: sizes of the windows, in tokens.
     """
 

@@ -21,7 +21,7 @@ import stress
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from oscar import config
+from oscar import config, methods
 from oscar.calibration import text
 from oscar.calibration.calibrate import CalibrationOptions, collect
 from oscar.calibration.load_model import load_model
@@ -33,62 +33,64 @@ from oscar.evaluate.text_scores import read_documents, score_text
 from oscar.format.codec import RowFormat
 from oscar.format.identity import ModelIdentity
 from oscar.format.side import LayerTransforms
-from oscar.methods import transform
+from oscar.methods.hadamard import equaliser, scattered
+from oscar.methods.matrices import eigenvectors, rotate, shape_noise
+from oscar.methods.registry import side
 from oscar.methods.statistics import LayerStatistics
-from oscar.methods.transform import Transforms, balance, eigenvectors, equaliser, rotate, shape_noise
 from oscar.progress import Steps
 
 WINDOWS = (4, 16)
 CLIP = (config.DEFAULT_K_CLIP, config.DEFAULT_V_CLIP)
-LLOYD_MAX = (-1.5, -115 / 256, 115 / 256, 1.5)
-"""The best four levels for a Gaussian, in the ratio 0.4528 : 1.510 (Max, 1960), as multiples of 1/256."""
 
 Build = Callable[[LayerStatistics], LayerTransforms]
+Change = Callable[[LayerStatistics, LayerTransforms], LayerTransforms]
 
 
-def layer(found: Transforms, clip: tuple[float, float] = CLIP, **more) -> LayerTransforms:
+def layer(found: LayerTransforms, clip: tuple[float, float] = CLIP) -> LayerTransforms:
     """Transforms with fixed clip quantiles, in the artifact's precision."""
-    heads = found.k_transform.shape[0]
-    tensors = {name: None if x is None else x.float().contiguous() for name, x in vars(found).items()}
-    return LayerTransforms(**tensors | more, k_clip=torch.full((heads,), clip[0]), v_clip=torch.full((heads,), clip[1]))
+    sides = (replace(side, clip=torch.full_like(side.clip, c)) for side, c in zip((found.k, found.v), clip, strict=True))
+    return LayerTransforms(*sides).map(lambda x: x.float().contiguous())
 
 
 def paper(factors: str, k_target: str, v_target: str, clip: tuple[float, float] = CLIP, share: bool = False) -> Build:
     """U, H and P in any combination, on any target."""
 
     def build(s: LayerStatistics) -> LayerTransforms:
-        sides = (rotate(getattr(s, target), share, factors) for target in (k_target, v_target))
-        return layer(Transforms(*sides), clip)
+        sides = (side(rotate(getattr(s, target), share, factors)) for target in (k_target, v_target))
+        return layer(LayerTransforms(*sides), clip)
 
     return build
 
 
-def shaped(change: Callable[[LayerStatistics, Transforms], Transforms | dict], clip: tuple[float, float] = CLIP) -> Build:
-    """The default method with something taken away or put in its place; a dict adds tensors to the layer."""
-
-    def build(s: LayerStatistics) -> LayerTransforms:
-        found = transform.oscar_shaped(s)
-        changed = change(s, found)
-        return layer(found, clip, **changed) if isinstance(changed, dict) else layer(changed, clip)
-
-    return build
+def shaped(change: Change, clip: tuple[float, float] = CLIP) -> Build:
+    """The default method with something taken away or put in its place."""
+    return lambda s: layer(change(s, methods.oscar_shaped(s)), clip)
 
 
-def rotated_keys(s: LayerStatistics, t: Transforms) -> Transforms:
+def with_maps(s: LayerStatistics, t: LayerTransforms, change: Callable[[torch.Tensor], torch.Tensor]) -> LayerTransforms:
+    """The default method with both maps changed, and shaping made anew for them."""
+    k, v = change(t.k.transform), change(t.v.transform)
+    return LayerTransforms(
+        replace(t.k, transform=k, shaping=shape_noise(k, s.q_moment)),
+        replace(t.v, transform=v, shaping=shape_noise(v, s.output_moment)),
+    )
+
+
+def rotated_keys(s: LayerStatistics, t: LayerTransforms) -> LayerTransforms:
     k = rotate(s.q_moment)
-    return replace(t, k_transform=k, k_shaping=shape_noise(k, s.q_moment))
+    return replace(t, k=replace(t.k, transform=k, shaping=shape_noise(k, s.q_moment)))
 
 
-def rotated_values(s: LayerStatistics, t: Transforms) -> Transforms:
+def rotated_values(s: LayerStatistics, t: LayerTransforms) -> LayerTransforms:
     v = rotate(s.v_score_moment)
-    return replace(t, v_transform=v, v_shaping=shape_noise(v, s.output_moment))
+    return replace(t, v=replace(t.v, transform=v, shaping=shape_noise(v, s.output_moment)))
 
 
-def without_output_projection(s: LayerStatistics, t: Transforms) -> Transforms:
-    return transform.oscar_shaped(replace(s, output_moment=None))
+def without_output_projection(s: LayerStatistics, t: LayerTransforms) -> LayerTransforms:
+    return methods.oscar_shaped(replace(s, output_moment=None))
 
 
-def half_balanced(s: LayerStatistics, t: Transforms) -> Transforms:
+def half_balanced(s: LayerStatistics, t: LayerTransforms) -> LayerTransforms:
     """Half-way (in the logarithm) between the balanced map and a rotation."""
 
     def half(full: torch.Tensor) -> torch.Tensor:
@@ -96,40 +98,27 @@ def half_balanced(s: LayerStatistics, t: Transforms) -> Transforms:
         vectors = eigenvectors(product)
         values = torch.diagonal(vectors.mT @ product @ vectors, dim1=-2, dim2=-1)
         d = full.shape[-1]
-        return (vectors * values.pow(0.25).unsqueeze(-2))[..., transform.scattered(d)] @ equaliser(d)
+        return (vectors * values.pow(0.25).unsqueeze(-2))[..., scattered(d)] @ equaliser(d)
 
-    k, v = half(t.k_transform), half(t.v_transform)
-    return replace(
-        t, k_transform=k, v_transform=v, k_shaping=shape_noise(k, s.q_moment), v_shaping=shape_noise(v, s.output_moment)
-    )
+    return with_maps(s, t, half)
 
 
-def sorted_directions(s: LayerStatistics, t: Transforms) -> Transforms:
+def sorted_directions(s: LayerStatistics, t: LayerTransforms) -> LayerTransforms:
     """The same map, but the equaliser gets the directions in the order of their eigenvalues."""
 
     def in_order(full: torch.Tensor) -> torch.Tensor:
         d = full.shape[-1]
         before = full @ equaliser(d).mT
-        return before[..., transform.scattered(d).argsort()] @ equaliser(d)
+        return before[..., scattered(d).argsort()] @ equaliser(d)
 
-    k, v = in_order(t.k_transform), in_order(t.v_transform)
-    return replace(
-        t, k_transform=k, v_transform=v, k_shaping=shape_noise(k, s.q_moment), v_shaping=shape_noise(v, s.output_moment)
-    )
+    return with_maps(s, t, in_order)
 
 
-def value_mean(s: LayerStatistics, t: Transforms) -> dict:
-    v = balance(s.output_moment, s.v_moment - s.v_mean.unsqueeze(-1) * s.v_mean.unsqueeze(-2))
-    shaping = shape_noise(v, s.output_moment)
-    return {"v_transform": v.float(), "v_mean": s.v_mean.float(), "v_shaping": shaping.float()}
+def unshaped(t: LayerTransforms, *sides: str) -> LayerTransforms:
+    """Without shaping in these sides."""
+    return replace(t, **{name: replace(getattr(t, name), shaping=None) for name in sides})
 
 
-def level_table(s: LayerStatistics, t: Transforms) -> dict:
-    table = torch.tensor([LLOYD_MAX] * t.k_transform.shape[0])
-    return {"k_levels": table, "v_levels": table}
-
-
-NOTHING = {"k_shaping": None, "v_shaping": None}
 TARGETS = ("q_moment", "v_score_moment")
 # name: (build, group size; None: head_dim)
 PAPER: dict[str, tuple[Build, int | None]] = {
@@ -149,18 +138,16 @@ PAPER: dict[str, tuple[Build, int | None]] = {
 }
 OURS: dict[str, tuple[Build, int | None]] = {
     "oscar-shaped": (shaped(lambda s, t: t), None),
-    "no shaping": (shaped(lambda s, t: replace(t, **NOTHING)), None),
-    "no shaping of K": (shaped(lambda s, t: replace(t, k_shaping=None)), None),
-    "no shaping of V": (shaped(lambda s, t: replace(t, v_shaping=None)), None),
+    "no shaping": (shaped(lambda s, t: unshaped(t, "k", "v")), None),
+    "no shaping of K": (shaped(lambda s, t: unshaped(t, "k")), None),
+    "no shaping of V": (shaped(lambda s, t: unshaped(t, "v")), None),
     "keys rotated (U.H.P), not balanced": (shaped(rotated_keys), None),
     "values rotated (U.H.P), not balanced": (shaped(rotated_values), None),
     "half balanced": (shaped(half_balanced), None),
-    "key mean kept": (shaped(lambda s, t: transform.oscar_shaped(replace(s, k_mean=s.k_mean * 0))), None),
+    "key mean kept": (shaped(lambda s, t: methods.oscar_shaped(replace(s, k_mean=s.k_mean * 0))), None),
     "W_O unknown": (shaped(without_output_projection), None),
     "directions in order": (shaped(sorted_directions), None),
-    "heads share": (lambda s: layer(transform.oscar_shaped(s, True)), None),
-    "value mean off, put back after": (shaped(value_mean), None),
-    "Gaussian level table": (shaped(level_table), None),
+    "heads share": (lambda s: layer(methods.oscar_shaped(s, True)), None),
     "clip 0.98 / 0.96": (shaped(lambda s, t: t, (0.98, 0.96)), None),
     "clip 0.92 / 0.88": (shaped(lambda s, t: t, (0.92, 0.88)), None),
     "groups of half a row (2.5 bits)": (shaped(lambda s, t: t), 2),

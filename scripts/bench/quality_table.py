@@ -38,7 +38,7 @@ from oscar.evaluate.task_scores import score_tasks
 from oscar.evaluate.tasks import make
 from oscar.evaluate.text_scores import read_documents, score_text
 from oscar.format.identity import ModelIdentity
-from oscar.methods import transform
+from oscar.methods import METHODS
 from oscar.progress import Steps
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -55,7 +55,7 @@ BEGIN, END = "<!-- table: begin, written by scripts/bench/quality_table.py -->",
 def methods() -> list[str]:
     """16 bits, the controls, the paper's method in its forms, then whatever else there is."""
     first = ["bf16", "int2", "hadamard", "raw", "oscar-surrogate-shared", *PAPER]
-    return first + [name for name in transform.METHODS if name not in (*first, "identity", "oscar-surrogate")]
+    return first + [name for name in METHODS if name not in (*first, "identity", "oscar-surrogate")]
 
 
 def measure(job: tuple[str, str, list, dict, float]) -> tuple[str, dict]:

@@ -48,10 +48,10 @@ def test_layouts(version, heads, key, files, tiny_models, tmp_path):
     artifacts.save(made, tmp_path / "a")
     loaded = artifacts.load(tmp_path / "a", artifacts.ModelIdentity.from_path(tiny_models()))
     for i in range(LAYERS):
-        assert torch.equal(loaded.layers[i].k_transform, k[i].expand(HEADS, D, D))
-        assert torch.equal(loaded.layers[i].v_transform, v[i].expand(HEADS, D, D))
-        assert loaded.layers[i].k_clip.tolist() == pytest.approx([0.96] * HEADS)
-        assert loaded.layers[i].v_clip.tolist() == pytest.approx([0.92] * HEADS)
+        assert torch.equal(loaded.layers[i].k.transform, k[i].expand(HEADS, D, D))
+        assert torch.equal(loaded.layers[i].v.transform, v[i].expand(HEADS, D, D))
+        assert loaded.layers[i].k.clip.tolist() == pytest.approx([0.96] * HEADS)
+        assert loaded.layers[i].v.clip.tolist() == pytest.approx([0.92] * HEADS)
     assert (loaded.method, loaded.group_size, loaded.num_tokens) == (METHOD, D, 0)
     record = loaded.provenance["converted_from"]
     assert record["k"]["objective"] == "qqt_r_h_pbr" and record["v"]["format_version"] == version
@@ -178,7 +178,7 @@ def test_commands(files, tiny_models, tmp_path, capsys):
 def test_verify_says_what_is_wrong(files, tiny_models, tmp_path, capsys):
     output = tmp_path / "a.safetensors"
     made = convert(*files(), tiny_models())
-    made.layers[1].v_transform[1, :, 3] = 0
+    made.layers[1].v.transform[1, :, 3] = 0
     artifacts.save(made, output)
     assert cli.main(["verify", str(output)]) == cli.BAD_INPUT
     assert "layers.1.v_transform, head 1: expected an invertible matrix" in capsys.readouterr().err

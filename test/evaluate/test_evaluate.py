@@ -32,7 +32,7 @@ from oscar.evaluate.text_scores import TextScores, read_documents, score_text
 from oscar.format import artifact, sizing
 from oscar.format.codec import LosslessFormat, RowFormat
 from oscar.format.identity import ModelIdentity
-from oscar.format.side import LayerTransforms
+from oscar.format.side import LayerTransforms, Side
 from oscar.progress import Steps
 from oscar_kernel import LayerCodec
 
@@ -46,13 +46,11 @@ def _layers(rank: int = 0) -> dict[int, LayerTransforms]:
     def turn() -> torch.Tensor:
         return torch.linalg.qr(torch.randn(2, 32, 32, generator=generator, dtype=torch.float64)).Q
 
+    oblique = torch.diag(torch.logspace(-0.3, 0.3, 32, dtype=torch.float64))
     return {
         i: LayerTransforms(
-            turn().float(),
-            (turn() @ torch.diag(torch.logspace(-0.3, 0.3, 32, dtype=torch.float64)) @ turn()).float(),
-            torch.full((2,), 0.96),
-            torch.full((2,), 0.92),
-            k_mean=torch.randn(2, 32, generator=generator),
+            Side(turn().float(), torch.full((2,), 0.96), mean=torch.randn(2, 32, generator=generator)),
+            Side((turn() @ oblique @ turn()).float(), torch.full((2,), 0.92)),
         )
         for i in range(2)
     }
@@ -152,7 +150,7 @@ def test_a_folded_value_transform_is_the_unfolded_one(tiny):
     layers = _layers()
     with torch.no_grad():
         for i, layer in enumerate(reader.model.model.layers):
-            stress._map_values(layer.self_attn, layers[i].v_transform.double())
+            stress._map_values(layer.self_attn, layers[i].v.transform.double())
     codecs = {i: LayerCodec.of(layer, RowFormat(32), RowFormat(32), fold_v=True) for i, layer in layers.items()}
     folded = reader.decode(reader.cache([reader.read(ids, 80)], codecs, 40), ids[80:].unsqueeze(0), WINDOWS)[0]
     assert _divergence(unfolded, folded) < 0.02 * _divergence(exact, unfolded)
@@ -181,7 +179,7 @@ def test_other_families(family, make_model):
     heads, dim = reading.k[0].shape[1:]
     eye, ones = torch.eye(dim).expand(heads, dim, dim), torch.ones(heads)
     fmt = LosslessFormat(dim)
-    codecs = {i: LayerCodec.of(LayerTransforms(eye, eye, ones, ones), fmt, fmt) for i in range(2)}
+    codecs = {i: LayerCodec.of(LayerTransforms(Side(eye, ones), Side(eye, ones)), fmt, fmt) for i in range(2)}
     found = reader.decode(reader.cache([reading], codecs, 20), ids[40:].unsqueeze(0), WINDOWS)[0]
     assert _divergence(reading.logits[1:], found) < 1e-9
 

@@ -6,11 +6,14 @@ import struct
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from oscar.errors import OscarError
 from oscar.format.artifact import Artifact, cache_path, find, load, save
 from oscar.format.identity import ModelIdentity
-from oscar.format.side import LayerTransforms
+from oscar.format.sealed_file import seal
+from oscar.format.side import LayerTransforms, Side, kv_heads_of_rank
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -25,16 +28,15 @@ CONFIG = {
 
 def make(**changes):
     eye = torch.eye(64).expand(2, 64, 64).clone()
-    layer = {"k_transform": eye, "v_transform": eye, "k_clip": torch.full((2,), 0.96), "v_clip": torch.full((2,), 0.92)}
+    k, v = Side(eye, torch.full((2,), 0.96)), Side(eye, torch.full((2,), 0.92))
     fields = {
         "model": ModelIdentity.from_config(CONFIG),
         "method": "identity",
         "group_size": 64,
-        "meta_dtype": "float16",
         "sink_tokens": 64,
         "recent_tokens": 256,
         "num_tokens": 100,
-        "layers": {i: LayerTransforms(**layer) for i in range(2)},
+        "layers": {i: LayerTransforms(k, v) for i in range(2)},
         "provenance": {"seed": 0},
     }
     return Artifact(**fields | changes)
@@ -50,18 +52,38 @@ def saved(tmp_path):
 def test_round_trip_and_equal_bytes(saved, tmp_path):
     artifact = load(saved, ModelIdentity.from_config(CONFIG))
     assert artifact.k_format.row_bytes == 20 and sorted(artifact.layers) == [0, 1]
-    assert torch.equal(artifact.layers[1].k_transform, torch.eye(64).expand(2, 64, 64))
+    assert torch.equal(artifact.layers[1].k.transform, torch.eye(64).expand(2, 64, 64))
     save(artifact, tmp_path / "b.safetensors")
     assert saved.read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
-def test_levels_and_means_survive(tmp_path):
-    artifact = make()
-    artifact.layers[0].k_levels = torch.tensor([[-1.5, -0.5, 0.5, 1.5]] * 2)
-    artifact.layers[1].v_mean = torch.ones(2, 64)
+def changed(layer, side, **tensors):
+    return dataclasses.replace(layer, **{side: dataclasses.replace(getattr(layer, side), **tensors)})
+
+
+def test_means_and_shaping_survive(tmp_path):
+    artifact, triangle = make(), torch.rand(2, 64, 64).triu(1)
+    artifact.layers[0] = changed(artifact.layers[0], "k", mean=torch.ones(2, 64))
+    artifact.layers[1] = changed(artifact.layers[1], "v", shaping=triangle)
     save(artifact, tmp_path / "a.safetensors")
     again = load(tmp_path / "a.safetensors")
-    assert torch.equal(again.layers[0].k_levels, artifact.layers[0].k_levels) and again.layers[1].v_mean.sum() == 128
+    assert again.layers[0].k.mean.sum() == 128 and torch.equal(again.layers[1].v.shaping, triangle)
+
+
+def test_tensors_that_this_build_does_not_read_are_refused(saved, tmp_path):
+    """Level tables and means of values could stand in a file of version 1."""
+    for name, message in (
+        ("k_levels", "layers.1.k_levels is nothing that this build reads"),
+        ("v_mean", "v_mean: expected none"),
+    ):
+        with safe_open(saved, "pt") as file:
+            header = json.loads(file.metadata()["oscar"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()} | {f"layers.1.{name}": torch.ones(2, 4)}
+        for digest in ("digests", "tensor_digest", "header_digest"):
+            del header[digest]
+        save_file(tensors, tmp_path / "old.safetensors", {"oscar": seal(header, tensors)})
+        with pytest.raises(OscarError, match=message):
+            load(tmp_path / "old.safetensors")
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
@@ -107,31 +129,27 @@ def test_slices_of_ranks_rebuild_the_artifact(tp_size):
     """8 KV heads: slices side by side are the whole; with more ranks than heads, copies have the same bytes."""
     generator = torch.Generator().manual_seed(0)
     config = CONFIG | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8}
-    parts = ("k_transform", "v_transform", "k_clip", "v_clip", "k_mean", "v_levels")
-    shapes = ((8, 8, 8), (8, 8, 8), (8,), (8,), (8, 8), (8, 4))
-    layers = {
-        i: LayerTransforms(**{n: torch.rand(s, generator=generator) for n, s in zip(parts, shapes, strict=True)})
-        for i in range(2)
-    }
-    artifact = make(model=ModelIdentity.from_config(config), layers=layers)
-    ranks = [artifact.of_rank(rank, tp_size) for rank in range(tp_size)]
+
+    def random(*shape):
+        return torch.rand(shape, generator=generator)
+
+    layer = LayerTransforms(Side(random(8, 8, 8), random(8), mean=random(8, 8)), Side(random(8, 8, 8), random(8)))
+    num_kv_heads = ModelIdentity.from_config(config).num_kv_heads
+    ranks = [layer.of_heads(kv_heads_of_rank(num_kv_heads, rank, tp_size)) for rank in range(tp_size)]
     copies = max(1, tp_size // 8)
-    for i, layer in layers.items():
-        for name in parts:
-            whole = getattr(layer, name)
-            pieces = [getattr(rank[i], name) for rank in ranks]
-            assert torch.equal(torch.cat(pieces[::copies]), whole)
-            for first in range(0, tp_size, copies):
-                assert all(torch.equal(pieces[first], p) for p in pieces[first : first + copies])
-        assert ranks[0][i].v_mean is None
+    for side, name, whole in layer.tensors():
+        pieces = [getattr(getattr(rank, side), name) for rank in ranks]
+        assert torch.equal(torch.cat(pieces[::copies]), whole)
+        for first in range(0, tp_size, copies):
+            assert all(torch.equal(pieces[first], p) for p in pieces[first : first + copies])
+    assert ranks[0].v.mean is None
 
 
 def test_ranks_that_do_not_fit():
-    artifact = make()  # 2 KV heads
     with pytest.raises(ValueError, match="--tp 3 must divide the model's 2 KV heads or be a multiple of them"):
-        artifact.of_rank(0, 3)
+        kv_heads_of_rank(2, 0, 3)
     with pytest.raises(ValueError, match="expected a rank from 0 to 1, got 2"):
-        artifact.of_rank(2, 2)
+        kv_heads_of_rank(2, 2, 2)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 0.5, -1])
@@ -205,8 +223,7 @@ def test_missing_parts(tmp_path):
     with pytest.raises(OscarError, match="expected layers 0 to 1, got layer 2"):
         load(tmp_path / "more.safetensors", native_layers=True)
     k_only = make()
-    for layer in k_only.layers.values():
-        layer.v_transform = layer.v_clip = None
+    k_only.layers = {i: dataclasses.replace(layer, v=Side(None, None)) for i, layer in k_only.layers.items()}
     save(k_only, tmp_path / "k.safetensors")
     for allowed in (False, True):  # half a layer is never meant
         with pytest.raises(OscarError, match="layers.0.v_transform is missing"):
@@ -247,19 +264,18 @@ def test_weights_are_part_of_the_identity(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "field, value, words",
+    "side, field, value, words",
     [
-        ("k_clip", torch.tensor([0.0, 1.0]), "clip ratios in"),
-        ("v_transform", torch.eye(64), "expected shape"),
-        ("k_transform", torch.full((2, 64, 64), float("nan")), "finite"),
-        ("k_levels", torch.tensor([[-1.5, 0.5, -0.5, 1.5]] * 2), "ascending"),
-        ("k_levels", torch.tensor([[-1.5, -0.4521, 0.5, 1.5]] * 2), "1/256"),
-        ("k_shaping", torch.ones(2, 64, 64), "below the diagonal"),
+        ("k", "clip", torch.tensor([0.0, 1.0]), "clip ratios in"),
+        ("v", "transform", torch.eye(64), "expected shape"),
+        ("k", "transform", torch.full((2, 64, 64), float("nan")), "finite"),
+        ("v", "mean", torch.ones(2, 64), "values keep their mean"),
+        ("k", "shaping", torch.ones(2, 64, 64), "below the diagonal"),
     ],
 )
-def test_an_artifact_that_does_not_hold_together_is_not_written(tmp_path, field, value, words):
+def test_an_artifact_that_does_not_hold_together_is_not_written(tmp_path, side, field, value, words):
     artifact = make()
-    setattr(artifact.layers[1], field, value)
+    artifact.layers[1] = changed(artifact.layers[1], side, **{field: value})
     with pytest.raises(OscarError, match=words):
         save(artifact, tmp_path / "a.safetensors")
     assert list(tmp_path.iterdir()) == []
@@ -275,7 +291,7 @@ def test_no_space_leaves_nothing(tmp_path, monkeypatch):
     def full(handle):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("oscar.format.artifact.os.fsync", full)
+    monkeypatch.setattr("oscar.format.sealed_file.os.fsync", full)
     with pytest.raises(OscarError, match="No space left on device.*MiB are needed"):
         save(make(), tmp_path / "a.safetensors")
     assert list(tmp_path.iterdir()) == []

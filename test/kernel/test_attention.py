@@ -1,9 +1,7 @@
 """Store, decode and extend against a float64 oracle that looks at one token at a time."""
 
-import copy
 import itertools
 import os
-import sys
 
 import pytest
 import torch
@@ -11,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oscar.format import codec as codec_module
-from oscar.format.codec import LosslessFormat, RowFormat
-from oscar.format.linalg import inverses
-from oscar_kernel import LayerCache, LayerCodec, decode_attention, extend_attention, ops, plan_read, store_kv
-from oscar_kernel.attend import attend, merge_states
+from oscar.format.windows import WindowMaps, in_windows
+from oscar_kernel import LayerCache, Layers, attention, reference
 from oscar_kernel.cpu import library as cpu
+from oscar_kernel.reference import attend, merge_states
+from oscar_kernel.testing import RandomBatch, random_codec
 
 SINK, RECENT = 4, 16
 
@@ -50,129 +48,9 @@ def assert_heads_close(out, expected, backend, slack=1.0):
     assert float(error.max()) < slack * TOLERANCE[backend.get("isa", "reference")]
 
 
-def codec_of(
-    num_kv_heads,
-    head_dim,
-    v_head_dim,
-    lossless=False,
-    orthogonal=True,
-    fold=False,
-    mean=False,
-    levels=False,
-    shaping=False,
-    group_size=None,
-    meta_dtype="float16",
-    float32=False,
-    clip=(0.96, 0.92),
-    window_dtype=None,
-    seed=0,
-):
-    g = torch.Generator().manual_seed(seed)
-    window_dtype = window_dtype or (torch.float32 if lossless else torch.bfloat16)
-
-    def transform(dim):
-        t = torch.randn(num_kv_heads, dim, dim, generator=g, dtype=torch.float64)
-        t = torch.linalg.qr(t).Q if orthogonal else torch.linalg.qr(t).Q * torch.linspace(0.5, 2, dim)
-        return t.float().double() if float32 else t  # an artifact keeps float32
-
-    def row_format(dim):
-        if lossless:
-            return LosslessFormat(dim, "bfloat16" if window_dtype == torch.bfloat16 else "float32")
-        return RowFormat(dim, group_size, meta_dtype)
-
-    def table():
-        return (torch.randn(num_kv_heads, 4, generator=g) * 160).clamp(-1000, 1000).round().sort(-1).values / 256
-
-    def triangle(dim):
-        return (torch.randn(num_kv_heads, dim, dim, generator=g) * (1.5 / dim**0.5)).triu(1) if shaping else None
-
-    k_transform, v_transform = transform(head_dim), transform(v_head_dim)
-    return LayerCodec(
-        k_format=row_format(head_dim),
-        v_format=row_format(v_head_dim),
-        k_transform=k_transform,
-        q_transform=inverses(k_transform).transpose(1, 2).float(),
-        v_transform=None if fold else v_transform,
-        v_inverse=None if fold else inverses(v_transform).float(),
-        k_clip=torch.full((num_kv_heads,), clip[0]),
-        v_clip=torch.full((num_kv_heads,), clip[1]),
-        k_mean=torch.randn(num_kv_heads, head_dim, generator=g, dtype=torch.float64) if mean else None,
-        v_mean=torch.randn(num_kv_heads, v_head_dim, generator=g, dtype=torch.float64) if mean and not fold else None,
-        k_levels=table() if levels else None,
-        v_levels=table() if levels else None,
-        k_shaping=triangle(head_dim),
-        v_shaping=triangle(v_head_dim),
-        window_dtype=window_dtype,
-    )
-
-
-class Batch:
-    """Ragged sequences in shuffled slots, with windows written as a server would."""
-
-    def __init__(self, lens, num_kv_heads, group, head_dim, v_head_dim, codec, seed=1, lose_rows=False):
-        g = torch.Generator().manual_seed(seed)
-        self.lens, self.codec, self.group = lens, codec, group
-        total = sum(lens)
-        num_slots, num_rows = total + 5, len(lens) * (SINK + RECENT)
-        order = torch.randperm(num_slots - 1, generator=g)[:total] + 1
-        self.req_to_token = torch.zeros(len(lens), max([*lens, 1]) + 3, dtype=torch.int32)
-        self.row_of_slot = torch.full((num_slots,), -1, dtype=torch.int32)
-        self.slot_of_row = torch.full((num_rows + 1,), -1, dtype=torch.int64)
-        self.k = torch.randn(total, num_kv_heads, head_dim, generator=g) + 1.5
-        self.v = torch.randn(total, num_kv_heads, v_head_dim, generator=g) - 0.7
-        self.start = [0]
-        rows = torch.full((total,), num_rows)
-        for b, n in enumerate(lens):
-            slots = order[self.start[-1] : self.start[-1] + n]
-            self.req_to_token[b, :n] = slots.int()
-            for pos in range(n):
-                if pos < SINK or pos >= n - RECENT:
-                    row = b * (SINK + RECENT) + (pos if pos < SINK else SINK + pos % RECENT)
-                    rows[self.start[-1] + pos] = row
-                    self.row_of_slot[slots[pos]] = row
-                    self.slot_of_row[row] = slots[pos]
-            self.start.append(self.start[-1] + n)
-        if lose_rows:  # rows taken by others: their slots must fall back to 2 bits
-            self.slot_of_row[::3] = 0
-        self.cache = LayerCache(
-            torch.zeros(num_slots, num_kv_heads, codec.k_format.row_bytes, dtype=torch.uint8),
-            torch.zeros(num_slots, num_kv_heads, codec.v_format.row_bytes, dtype=torch.uint8),
-            torch.full((num_rows + 1, num_kv_heads, head_dim), float("nan"), dtype=codec.window_dtype),
-            torch.full((num_rows + 1, num_kv_heads, v_head_dim), float("nan"), dtype=codec.window_dtype),
-        )
-        store_kv(self.k, self.v, order, rows, self.cache, codec)
-
-    def plan(self, lens):
-        index = torch.arange(len(lens))
-        return plan_read(self.req_to_token, index, lens, self.row_of_slot, self.slot_of_row, SINK, RECENT)
-
-    def stored(self, b, n):
-        """[n, num_kv_heads, head_dim] float64 K and V of a sequence of n tokens as a reader must see them."""
-        ks, vs = [], []
-        for pos in range(n):
-            slot = int(self.req_to_token[b, pos])
-            row = int(self.row_of_slot[slot])
-            in_window = pos < SINK or pos >= n - RECENT
-            if in_window and row >= 0 and int(self.slot_of_row[row]) == slot:
-                ks.append(self.cache.k_window[row].double())
-                vs.append(self.cache.v_window[row].double())
-            else:
-                ks.append(self.codec.decode_k(self.cache.k_buffer[slot]).double())
-                vs.append(self.codec.decode_v(self.cache.v_buffer[slot]).double())
-        return torch.stack(ks), torch.stack(vs)
-
-    def oracle(self, q, k, v, scale, cap):
-        """One query token [num_qo_heads, head_dim] over k, v [n, num_kv_heads, ...], all stored space, float64."""
-        codec = self.codec
-        q = torch.einsum("hgd,hde->hge", q.double().unflatten(0, (k.shape[1], -1)), codec.q_transform.double())
-        logits = torch.einsum("hgd,nhd->hgn", q, k) * scale
-        logits = cap * torch.tanh(logits / cap) if cap else logits
-        o = torch.einsum("hgn,nhd->hgd", logits.softmax(-1), v)
-        if codec.v_inverse is not None:
-            o = torch.einsum("hgd,hde->hge", o, codec.v_inverse.double())
-        if codec.v_mean is not None:
-            o = o + codec.v_mean.unsqueeze(1)
-        return o.flatten(0, 1)
+def batch_of(lens, num_kv_heads, kv_group_num, head_dim, v_head_dim, codec, **options):
+    assert (codec.num_kv_heads, codec.k.fmt.head_dim, codec.v.fmt.head_dim) == (num_kv_heads, head_dim, v_head_dim)
+    return RandomBatch.make(codec, lens, num_kv_heads * kv_group_num, (SINK, RECENT), **options)
 
 
 LENS = [0, 1, SINK - 1, SINK, SINK + 1, SINK + RECENT - 1, SINK + RECENT, SINK + RECENT + 1, 97]
@@ -183,10 +61,10 @@ SHAPES = [(2, 2, 128, 128), (1, 7, 64, 64), (4, 1, 80, 80), (2, 3, 96, 128), (1,
 @pytest.mark.parametrize("options", [{}, {"orthogonal": False, "mean": True}, {"fold": True}, {"lossless": True}])
 @pytest.mark.parametrize("cap", [0.0, 5.0])
 def test_decode(num_kv_heads, group, head_dim, v_head_dim, options, cap, backend):
-    codec = codec_of(num_kv_heads, head_dim, v_head_dim, **options)
-    batch = Batch(LENS, num_kv_heads, group, head_dim, v_head_dim, codec, lose_rows=True)
+    codec = random_codec(num_kv_heads, head_dim, v_head_dim, **options)
+    batch = batch_of(LENS, num_kv_heads, group, head_dim, v_head_dim, codec, lose_rows=True)
     q = torch.randn(len(LENS), num_kv_heads * group, head_dim, generator=torch.Generator().manual_seed(3))
-    out = decode_attention(q, batch.cache, codec, batch.plan(LENS), head_dim**-0.5, cap, **backend)
+    out = batch.decode(q, LENS, head_dim**-0.5, cap, **backend)
     assert out.shape == (len(LENS), num_kv_heads * group, v_head_dim)
     for b, n in enumerate(LENS):
         if n:
@@ -197,20 +75,19 @@ def test_decode(num_kv_heads, group, head_dim, v_head_dim, options, cap, backend
 FORMATS = [
     (128, {"group_size": 32}),
     (128, {"group_size": 64}),
-    (64, {"group_size": 32, "meta_dtype": "bfloat16"}),
+    (64, {"group_size": 32}),
     (192, {"group_size": 64}),
     (96, {"group_size": 32}),  # a group that straddles vectors
-    (256, {"group_size": 128, "meta_dtype": "bfloat16"}),
+    (256, {"group_size": 128}),
     (128, {"group_size": 4}),  # more groups than the integer kernels take
-    (112, {"levels": True}),
-    (128, {"levels": True, "group_size": 32}),
+    (112, {}),
     (64, {"clip": (1.0, 1.0)}),
 ]
 SHAPED = [
     (128, {"shaping": True}),
     (80, {"shaping": True, "mean": True, "orthogonal": False}),
     (96, {"shaping": True, "group_size": 32}),
-    (256, {"shaping": True, "levels": True, "meta_dtype": "bfloat16"}),
+    (256, {"shaping": True}),
 ]
 
 
@@ -220,11 +97,11 @@ CASES = [(*fmt, RATIOS[i % len(RATIOS)]) for i, fmt in enumerate(FORMATS)] + [(1
 
 @pytest.mark.parametrize("head_dim, options, group", CASES)
 def test_decode_formats(head_dim, options, group, backend):
-    codec = codec_of(2, head_dim, head_dim, **options)
+    codec = random_codec(2, head_dim, head_dim, **options)
     lens = [5, 64, 130, 300]
-    batch = Batch(lens, 2, group, head_dim, head_dim, codec)
+    batch = batch_of(lens, 2, group, head_dim, head_dim, codec)
     q = torch.randn(len(lens), 2 * group, head_dim, generator=torch.Generator().manual_seed(8)).bfloat16()
-    out = decode_attention(q, batch.cache, codec, batch.plan(lens), 2 * head_dim**-0.5, **backend)
+    out = batch.decode(q, lens, 2 * head_dim**-0.5, **backend)
     for b, n in enumerate(lens):
         expected = batch.oracle(q[b], *batch.stored(b, n), 2 * head_dim**-0.5, 0.0)
         assert_heads_close(out[b], expected, backend)
@@ -233,13 +110,13 @@ def test_decode_formats(head_dim, options, group, backend):
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_decode_keeps_precision_beside_outlying_steps(scale, backend):
     """A few V rows with a hundred times the step of others must not cost the others' weights their bits."""
-    codec, lens = codec_of(2, 128, 128, fold=True), [300]
-    batch = Batch(lens, 2, 4, 128, 128, codec)
-    meta = batch.cache.v_buffer[..., codec.v_format.code_bytes :].clone().view(torch.float16)
+    codec, lens = random_codec(2, 128, 128, fold=True), [300]
+    batch = batch_of(lens, 2, 4, 128, 128, codec)
+    meta = batch.cache.v.buffer[..., codec.v.fmt.code_bytes :].clone().view(torch.float16)
     meta[::50, :, 1] *= 100
-    batch.cache.v_buffer[..., codec.v_format.code_bytes :] = meta.view(torch.uint8)
+    batch.cache.v.buffer[..., codec.v.fmt.code_bytes :] = meta.view(torch.uint8)
     q = scale * torch.randn(1, 8, 128, generator=torch.Generator().manual_seed(12))
-    out = decode_attention(q, batch.cache, codec, batch.plan(lens), 128**-0.5, **backend)
+    out = batch.decode(q, lens, 128**-0.5, **backend)
     assert_heads_close(out[0], batch.oracle(q[0], *batch.stored(0, 300), 128**-0.5, 0.0), backend)
 
 
@@ -248,7 +125,7 @@ def test_decode_keeps_precision_beside_outlying_steps(scale, backend):
 @pytest.mark.parametrize("fold", [False, True])
 def test_store_bytes(head_dim, options, dtype, fold, backend):
     """Every implementation writes the bytes of the reference, and nothing else."""
-    codec = codec_of(3, head_dim, head_dim, **options, fold=fold, float32=fold)
+    codec = random_codec(3, head_dim, head_dim, **options, fold=fold, float32=fold)
     n, g = 37, torch.Generator().manual_seed(9)
     k = (torch.empty(n, 3, head_dim + 8).cauchy_(generator=g) * 3).to(dtype)[..., :head_dim]  # strided
     v = torch.randn(n, 3, head_dim, generator=g).to(dtype)
@@ -262,24 +139,22 @@ def test_store_bytes(head_dim, options, dtype, fold, backend):
     rows[::3] = 40
 
     def written(kwargs):
-        cache = LayerCache(
-            torch.full((50, 3, codec.k_format.row_bytes), 7, dtype=torch.uint8),
-            torch.full((50, 3, codec.v_format.row_bytes), 7, dtype=torch.uint8),
-            torch.full((41, 3, head_dim), 7.0, dtype=codec.window_dtype),
-            torch.full((41, 3, head_dim), 7.0, dtype=codec.window_dtype),
-        )
-        return store_kv(k, v, loc, rows, cache, codec, **kwargs), cache
+        cache = LayerCache.zeros(codec, num_slots=50, num_rows=40)
+        for side in (cache.k, cache.v):
+            side.buffer.fill_(7)
+            side.window.fill_(7.0)
+        return Layers({0: (cache, codec)}, 3, **kwargs).store(0, k, v, loc, rows), cache
 
     (k_ref, v_ref), ref = written({"impl": "reference"})
     (k_new, v_new), cache = written(backend)
     same = {"rtol": 0, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(k_new, k_ref, **same)
     torch.testing.assert_close(v_new, v_ref, **same)
-    torch.testing.assert_close(cache.k_window[:40], ref.k_window[:40], **same)
-    torch.testing.assert_close(cache.v_window[:40], ref.v_window[:40], **same)
+    torch.testing.assert_close(cache.k.window[:40], ref.k.window[:40], **same)
+    torch.testing.assert_close(cache.v.window[:40], ref.v.window[:40], **same)
     if not options.get("lossless"):
-        assert torch.equal(cache.k_buffer, ref.k_buffer)
-        assert torch.equal(cache.v_buffer, ref.v_buffer)
+        assert torch.equal(cache.k.buffer, ref.k.buffer)
+        assert torch.equal(cache.v.buffer, ref.v.buffer)
 
 
 def test_library_has_the_format_of_the_codec():
@@ -287,26 +162,26 @@ def test_library_has_the_format_of_the_codec():
         pytest.skip("the C++ library is not built")
     constants = cpu.codec_constants()
     bits = torch.tensor(1 / 3, dtype=torch.float32).view(torch.int32).item()
-    names = ("FORMAT_VERSION", "BITS", "CODES_PER_BYTE", "META_BYTES")
-    assert constants == {**{name: getattr(codec_module, name) for name in names}, "ONE_THIRD_BITS": bits}
+    names = ("FORMAT_VERSION", "CODES_PER_BYTE", "META_BYTES")
+    assert constants == {**{name: getattr(codec_module, name) for name in names}, "BITS": 2, "ONE_THIRD_BITS": bits}
     assert torch.tensor(codec_module._ONE_THIRD).view(torch.int32).item() == bits
 
 
 def test_a_level_that_is_missing_is_refused():
     if cpu.library() is None:
         pytest.skip("the C++ library is not built")
-    codec = codec_of(1, 64, 64)
-    batch = Batch([3], 1, 1, 64, 64, codec)
+    codec = random_codec(1, 64, 64)
+    batch = batch_of([3], 1, 1, 64, 64, codec)
     q = torch.zeros(1, 1, 64)
     with pytest.raises(ValueError, match="isa must be one of portable"):
-        decode_attention(q, batch.cache, codec, batch.plan([3]), 1.0, isa="mmx")
+        batch.decode(q, [3], 1.0, isa="mmx")
     for isa in set(cpu.isa_names()) - set(cpu.supported_isas()):
         with pytest.raises(RuntimeError, match="lacks that level: (the|Linux|its) .*; it can run portable"):
-            decode_attention(q, batch.cache, codec, batch.plan([3]), 1.0, isa=isa)
+            batch.decode(q, [3], 1.0, isa=isa)
     with pytest.raises(ValueError, match="impl must be one of"):
-        decode_attention(q, batch.cache, codec, batch.plan([3]), 1.0, impl="best")
-    with pytest.raises(RuntimeError, match="float64"):
-        decode_attention(q.double(), batch.cache, codec, batch.plan([3]), 1.0, impl="cpu")
+        batch.decode(q, [3], 1.0, impl="best")
+    with pytest.raises(TypeError, match="float64"):
+        batch.decode(q.double(), [3], 1.0, impl="cpu")
 
 
 @pytest.mark.skipif(bool(os.environ.get("OSCAR_CPU_ISA")), reason="OSCAR_CPU_ISA chooses")
@@ -323,22 +198,22 @@ def test_random_batches(data, backend):
     """Ragged batches of any shape: decode and extend against float64."""
     heads, group = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
     head_dim, v_head_dim = (data.draw(st.sampled_from([16, 32, 48, 64, 80, 112, 128, 192, 256])) for _ in range(2))
-    options = data.draw(st.sampled_from([{}, {"mean": True}, {"lossless": True}, {"group_size": 16}, {"levels": True}]))
+    options = data.draw(st.sampled_from([{}, {"mean": True}, {"lossless": True}, {"group_size": 16}]))
     lens = data.draw(st.lists(st.integers(0, 150), min_size=1, max_size=5))
     new_lens = data.draw(st.lists(st.integers(0, 40), min_size=len(lens), max_size=len(lens)))
     cap = data.draw(st.sampled_from([0.0, 3.0]))
-    codec = codec_of(heads, head_dim, v_head_dim, **options)
-    batch = Batch(lens, heads, group, head_dim, v_head_dim, codec, lose_rows=data.draw(st.booleans()))
+    codec = random_codec(heads, head_dim, v_head_dim, **options)
+    batch = batch_of(lens, heads, group, head_dim, v_head_dim, codec, lose_rows=data.draw(st.booleans()))
     g = torch.Generator().manual_seed(10)
-    plan, scale = batch.plan(lens), head_dim**-0.5
+    scale = head_dim**-0.5
 
     q = torch.randn(len(lens), heads * group, head_dim, generator=g)
-    out = decode_attention(q, batch.cache, codec, plan, scale, cap, **backend)
+    out = batch.decode(q, lens, scale, cap, **backend)
     indptr = [0, *itertools.accumulate(new_lens)]
     q_new = torch.randn(indptr[-1], heads * group, head_dim, generator=g)
-    k_new = codec.transform_k(torch.randn(indptr[-1], heads, head_dim, generator=g))
-    v_new = codec.transform_v(torch.randn(indptr[-1], heads, v_head_dim, generator=g))
-    extended = extend_attention(q_new, k_new, v_new, indptr, batch.cache, codec, plan, scale, cap, **backend)
+    k_new = codec.k.store(torch.randn(indptr[-1], heads, head_dim, generator=g))
+    v_new = codec.v.store(torch.randn(indptr[-1], heads, v_head_dim, generator=g))
+    extended = batch.extend(q_new, k_new, v_new, indptr, lens, scale, cap, **backend)
     for b, n in enumerate(lens):
         k, v = batch.stored(b, n) if n else (k_new[:0].double(), v_new[:0].double())
         if n:
@@ -352,14 +227,14 @@ def test_random_batches(data, backend):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_any_number_of_threads(threads, backend):
     """More threads than tasks, heads or tokens; the split changes the order of float sums and nothing else."""
-    codec = codec_of(2, 64, 64)
+    codec = random_codec(2, 64, 64)
     lens = [700, 1, 0, 33]
-    batch = Batch(lens, 2, 3, 64, 64, codec)
+    batch = batch_of(lens, 2, 3, 64, 64, codec)
     q = torch.randn(len(lens), 6, 64, generator=torch.Generator().manual_seed(11))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        out = decode_attention(q, batch.cache, codec, batch.plan(lens), 0.125, **backend)
+        out = batch.decode(q, lens, 0.125, **backend)
     finally:
         torch.set_num_threads(before)
     for b in (0, 1, 3):
@@ -367,44 +242,25 @@ def test_any_number_of_threads(threads, backend):
     assert torch.equal(out[2], torch.zeros(6, 64))
 
 
-def test_custom_operators():
-    """What tracing sees of the operators is what they do."""
-    if cpu.library() is None:
-        pytest.skip("the C++ library is not built")
-    codec = codec_of(2, 64, 80)
-    batch = Batch([30, 5], 2, 2, 64, 80, codec)
-    plan, cache = batch.plan([30, 5]), batch.cache
-    storage = (cache.k_buffer, cache.v_buffer, cache.k_window, cache.v_window)
-    masks = (plan.slots, plan.packed_mask, plan.window_rows, plan.window_mask)
-    q, handle = torch.randn(2, 4, 64), ops.handle_of(codec)
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.decode_attention, (q, *storage, *masks, handle, 0.1, 0.0), test_utils=tests)
-    new = (batch.k[:2].bfloat16(), codec.transform_v(batch.v[:2]))
-    torch.library.opcheck(ops.extend_attention, (q, *new, [0, 1, 2], *storage, *masks, handle, 0.1, 0.0), test_utils=tests)
-    rows = torch.tensor([0, 1])
-    torch.library.opcheck(ops.store_kv, (batch.k[:2], batch.v[:2], rows, rows, *storage, handle), test_utils=tests)
-
-
 @pytest.mark.parametrize("num_kv_heads, group, head_dim, v_head_dim", SHAPES[:4])
 @pytest.mark.parametrize("options", [{}, {"mean": True}, {"lossless": True}])
 @pytest.mark.parametrize("backend", EXTEND_IMPLS, indirect=True)
 def test_extend(num_kv_heads, group, head_dim, v_head_dim, options, backend, monkeypatch):
-    module = sys.modules[extend_attention.__module__]
-    monkeypatch.setattr(module, "Q_TILE", 7)
-    monkeypatch.setattr(module, "K_TILE", 11)
-    codec = codec_of(num_kv_heads, head_dim, v_head_dim, **options)
+    monkeypatch.setattr(reference, "Q_TILE", 7)
+    monkeypatch.setattr(reference, "K_TILE", 11)
+    codec = random_codec(num_kv_heads, head_dim, v_head_dim, **options)
     prefix = LENS
-    batch = Batch(prefix, num_kv_heads, group, head_dim, v_head_dim, codec)
+    batch = batch_of(prefix, num_kv_heads, group, head_dim, v_head_dim, codec)
     new_lens = [9, 0, 1, 5, 13, 2, 1, 17, 6]
     g = torch.Generator().manual_seed(4)
     total = sum(new_lens)
     q = torch.randn(total, num_kv_heads * group, head_dim, generator=g)
-    k_new = codec.transform_k(torch.randn(total, num_kv_heads, head_dim, generator=g))
-    v_new = codec.transform_v(torch.randn(total, num_kv_heads, v_head_dim, generator=g))
+    k_new = codec.k.store(torch.randn(total, num_kv_heads, head_dim, generator=g))
+    v_new = codec.v.store(torch.randn(total, num_kv_heads, v_head_dim, generator=g))
     indptr = [0]
     for n in new_lens:
         indptr.append(indptr[-1] + n)
-    out = extend_attention(q, k_new, v_new, indptr, batch.cache, codec, batch.plan(prefix), head_dim**-0.5, **backend)
+    out = batch.extend(q, k_new, v_new, indptr, prefix, head_dim**-0.5, **backend)
     for b, n in enumerate(prefix):
         k, v = batch.stored(b, n) if n else (k_new[:0].double(), v_new[:0].double())
         for i in range(indptr[b], indptr[b + 1]):
@@ -414,7 +270,7 @@ def test_extend(num_kv_heads, group, head_dim, v_head_dim, options, backend, mon
             assert_heads_close(out[i], expected, backend)
 
 
-BFLOAT16 = {"lossless": True, "window_dtype": torch.bfloat16}  # a layer that stays in 16 bits
+BFLOAT16 = {"native": True}  # a layer that stays in 16 bits
 
 
 @pytest.mark.parametrize(
@@ -426,11 +282,11 @@ BFLOAT16 = {"lossless": True, "window_dtype": torch.bfloat16}  # a layer that st
         (16, 192, 128, {}, 0.0),
         (3, 128, 128, {"group_size": 32}, 5.0),
         (7, 64, 128, {"group_size": 16}, 0.0),
-        (5, 96, 48, {"group_size": 48, "meta_dtype": "bfloat16"}, 0.0),
+        (5, 96, 48, {"group_size": 48}, 0.0),
         (2, 240, 240, {"group_size": 48}, 0.0),
         (1, 256, 256, {"group_size": 128}, 0.0),
         (4, 128, 128, {"group_size": 8}, 0.0),
-        (4, 112, 112, {"levels": True}, 0.0),
+        (4, 112, 112, {}, 0.0),
         (4, 128, 64, BFLOAT16, 5.0),
         (3, 80, 80, BFLOAT16, 0.0),
         (4, 64, 64, {"lossless": True}, 0.0),
@@ -439,14 +295,14 @@ BFLOAT16 = {"lossless": True, "window_dtype": torch.bfloat16}  # a layer that st
 @pytest.mark.parametrize("backend", EXTEND_IMPLS, indirect=True)
 def test_extend_many_rows(group, head_dim, v_head_dim, options, cap, backend):
     """New tokens that fill units of 128 rows and tiles of 64 keys, and leave part of the last ones."""
-    codec, prefix, new_lens = codec_of(2, head_dim, v_head_dim, **options), [0, 1, 150, 300], [90, 65, 33, 70]
-    batch = Batch(prefix, 2, group, head_dim, v_head_dim, codec)
+    codec, prefix, new_lens = random_codec(2, head_dim, v_head_dim, **options), [0, 1, 150, 300], [90, 65, 33, 70]
+    batch = batch_of(prefix, 2, group, head_dim, v_head_dim, codec)
     indptr, g = [0, *itertools.accumulate(new_lens)], torch.Generator().manual_seed(13)
     q = torch.randn(indptr[-1], 2 * group, head_dim, generator=g).bfloat16()
-    k_new = codec.transform_k(torch.randn(indptr[-1], 2, head_dim, generator=g))
-    v_new = codec.transform_v(torch.randn(indptr[-1], 2, v_head_dim, generator=g))
+    k_new = codec.k.store(torch.randn(indptr[-1], 2, head_dim, generator=g))
+    v_new = codec.v.store(torch.randn(indptr[-1], 2, v_head_dim, generator=g))
     scale = head_dim**-0.5
-    out = extend_attention(q, k_new, v_new, indptr, batch.cache, codec, batch.plan(prefix), scale, cap, **backend)
+    out = batch.extend(q, k_new, v_new, indptr, prefix, scale, cap, **backend)
     for b, n in enumerate(prefix):
         k, v = batch.stored(b, n) if n else (k_new[:0].double(), v_new[:0].double())
         for i in {0, 31, min(64, new_lens[b] - 1), new_lens[b] - 1}:
@@ -459,18 +315,18 @@ def test_extend_many_rows(group, head_dim, v_head_dim, options, cap, backend):
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192])
 def test_lossless_path_equals_plain_attention(head_dim, backend):
     """Rotate, window, page, un-rotate: with the lossless codec nothing may be left of it."""
-    codec = codec_of(2, head_dim, head_dim, lossless=True, orthogonal=False, mean=True)
-    batch = Batch([60], 2, 2, head_dim, head_dim, codec)
+    codec = random_codec(2, head_dim, head_dim, lossless=True, orthogonal=False, mean=True)
+    batch = batch_of([60], 2, 2, head_dim, head_dim, codec)
     q = torch.randn(1, 4, head_dim, generator=torch.Generator().manual_seed(5))
-    out = decode_attention(q, batch.cache, codec, batch.plan([60]), 0.2, **backend)
+    out = batch.decode(q, [60], 0.2, **backend)
     k, v = (x.repeat_interleave(2, 1).transpose(0, 1) for x in (batch.k, batch.v))
     plain = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), k, v, scale=0.2).transpose(0, 1)
     torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_each_position_is_read_once():
-    codec = codec_of(1, 64, 64)
-    batch = Batch(LENS, 1, 1, 64, 64, codec, lose_rows=True)
+    codec = random_codec(1, 64, 64)
+    batch = batch_of(LENS, 1, 1, 64, 64, codec, lose_rows=True)
     plan = batch.plan(LENS)
     for b, n in enumerate(LENS):
         packed = plan.packed_mask[b].nonzero().flatten().tolist()
@@ -483,69 +339,45 @@ def test_each_position_is_read_once():
 @pytest.mark.parametrize("steps", [1, 7, 16, 64, 300])
 def test_chunking_does_not_change_bytes(steps, shaping, backend):
     """The same 300 tokens, however they arrive and whatever comes with them: the same rows."""
-    codec = codec_of(2, 128, 128, shaping=shaping)
+    codec = random_codec(2, 128, 128, shaping=shaping)
     g = torch.Generator().manual_seed(6)
     k, v = torch.randn(300, 2, 128, generator=g) + 0.5, torch.randn(300, 2, 128, generator=g)
     k, v = k.bfloat16(), v.bfloat16()
 
     def written(sizes, noise):
-        cache = LayerCache(
-            torch.zeros(400, 2, 36, dtype=torch.uint8),
-            torch.zeros(400, 2, 36, dtype=torch.uint8),
-            torch.zeros(301, 2, 128, dtype=torch.bfloat16),
-            torch.zeros(301, 2, 128, dtype=torch.bfloat16),
-        )
+        cache = LayerCache.zeros(codec, num_slots=400, num_rows=300)
+        layers = Layers({0: (cache, codec)}, 2, **backend)
         at = 0
         while at < 300:
             part = slice(at, min(at + sizes, 300))
             loc = torch.arange(part.start, part.stop)
             other = torch.randn(noise, 2, 128, generator=g).bfloat16() * 1000
-            store_kv(
+            layers.store(
+                0,
                 torch.cat((other, k[part])),
                 torch.cat((other, v[part])),
                 torch.cat((torch.full((noise,), 399), loc)),
                 torch.cat((torch.full((noise,), 300), loc)),
-                cache,
-                codec,
-                **backend,
             )
             at += sizes
         return cache
 
     whole, parts = written(300, 0), written(steps, 3)
-    for name in ("k_buffer", "v_buffer", "k_window", "v_window"):
-        assert torch.equal(getattr(whole, name)[:300], getattr(parts, name)[:300])
-    assert torch.equal(codec.encode_k(whole.k_window[:300]), whole.k_buffer[:300])
+    for one, other in ((whole.k, parts.k), (whole.v, parts.v)):
+        assert torch.equal(one.buffer[:300], other.buffer[:300])
+        assert torch.equal(one.window[:300], other.window[:300])
+    assert torch.equal(codec.k.encode(whole.k.window[:300]), whole.k.buffer[:300])
 
 
 def test_a_poisoned_row_stays_its_own(backend):
-    codec = codec_of(1, 64, 64)
-    batch = Batch([40, 40], 1, 2, 64, 64, codec)
-    clean = decode_attention(torch.ones(2, 2, 64), batch.cache, codec, batch.plan([40, 40]), 0.1, **backend)
+    codec = random_codec(1, 64, 64)
+    batch = batch_of([40, 40], 1, 2, 64, 64, codec)
+    clean = batch.decode(torch.ones(2, 2, 64), [40, 40], 0.1, **backend)
     bad = batch.k.clone()
     bad[20] = float("nan")
-    batch.cache.k_buffer[batch.req_to_token[0, 20].long()] = codec.encode_k(codec.transform_k(bad[20:21]))
-    out = decode_attention(torch.ones(2, 2, 64), batch.cache, codec, batch.plan([40, 40]), 0.1, **backend)
+    batch.cache.k.buffer[batch.req_to_token[0, 20].long()] = codec.k.encode(codec.k.store(bad[20:21]))
+    out = batch.decode(torch.ones(2, 2, 64), [40, 40], 0.1, **backend)
     assert torch.isfinite(out).all() and torch.equal(out[1], clean[1])
-
-
-def test_pointers_follow_the_buffers(backend):
-    """A layer's C form is kept between calls, for as long as it holds the same buffers and no longer; copies make their own."""
-    codec, lens = codec_of(2, 64, 64), [90]
-    batch, other = Batch(lens, 2, 2, 64, 64, codec), Batch(lens, 2, 2, 64, 64, codec, seed=2)
-    plan, q = batch.plan(lens), torch.ones(1, 4, 64)
-
-    def answer(cache):
-        return decode_attention(q, cache, codec, plan, 0.125, **backend)
-
-    mine = answer(batch.cache)
-    copied = copy.deepcopy(batch.cache)
-    batch.cache.k_buffer.zero_()
-    batch.cache.k_window.zero_()
-    assert torch.equal(answer(copied), mine) and not torch.equal(answer(batch.cache), mine)
-    for name in ("k_buffer", "v_buffer", "k_window", "v_window"):
-        setattr(batch.cache, name, getattr(other.cache, name))
-    assert torch.equal(answer(batch.cache), answer(other.cache))
 
 
 def test_states_merge_to_the_whole():
@@ -565,13 +397,73 @@ def test_states_merge_to_the_whole():
 
 def test_a_shape_the_library_lacks_is_said_once(caplog):
     """head_dim 72 is no multiple of 16: `auto` runs the reference, and the log says why, one time."""
-    from oscar_kernel import choose
-
     if cpu.library() is None:
         pytest.skip("no C++ library")
-    choose._say_slower.cache_clear()
-    codec = codec_of(1, 72, 72)
+    attention._say_slower.cache_clear()
+    codec = random_codec(1, 72, 72)
     for _ in range(2):
-        Batch([5], 1, 2, 72, 72, codec)
+        batch_of([5], 1, 2, 72, 72, codec)
     said = [record for record in caplog.records if "slower PyTorch reference" in record.message]
     assert len(said) == 1 and "head_dim" in said[0].message
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_extend_in_chunks_then_decode_steps(lossless, backend):
+    """A served request through the wrappers: chunks, then steps; each reads what the reference reads of the same calls."""
+    codec = random_codec(2, 64, 80, lossless=lossless, mean=True)
+    num_rows, num_slots, lens = 2 * (SINK + RECENT), 120, [37, 50]
+    g = torch.Generator().manual_seed(21)
+    req_to_token = (torch.randperm(num_slots - 1, generator=g) + 1)[: 2 * 59].view(2, 59).int()
+    requests = torch.arange(2)
+
+    def serve(kwargs):
+        maps = WindowMaps(torch.full((num_slots,), -1, dtype=torch.int32), torch.full((num_rows + 1,), -1), SINK, RECENT)
+        layers = Layers({0: (LayerCache.zeros(codec, num_slots, num_rows), codec)}, 6, **kwargs)
+        extend, decode, outputs = layers.batch_extend(), layers.batch_decode(), []
+        r = torch.Generator().manual_seed(22)
+
+        def rows_of(b, first, last, total):
+            """Windows as a server gives them: a ring for each request."""
+            position = torch.arange(first, last)
+            is_sink, is_recent = in_windows(position, torch.tensor(total), SINK, RECENT)
+            ring = b * (SINK + RECENT) + torch.where(is_sink, position, SINK + position % RECENT)
+            rows = torch.where(is_sink | is_recent, ring, num_rows)
+            slots = req_to_token[b, first:last].long()
+            return slots, rows
+
+        def record(loc, rows):
+            maps.row_of_slot[loc] = torch.where(rows == num_rows, -1, rows).int()
+            maps.slot_of_row[rows] = loc
+            maps.slot_of_row[num_rows] = -1
+
+        def tokens(n):
+            dims = ((6, 64), (2, 64), (2, 80))
+            return [torch.randn(n, heads, dim, generator=r).bfloat16() for heads, dim in dims]
+
+        done = [0, 0]
+        while done != lens:
+            new = [min(20, n - d) for n, d in zip(lens, done, strict=True)]
+            indptr, total = [0, *itertools.accumulate(new)], [d + n for d, n in zip(done, new, strict=True)]
+            loc, rows = map(torch.cat, zip(*(rows_of(b, done[b], total[b], total[b]) for b in range(2)), strict=True))
+            extend.plan(req_to_token, requests, done, indptr, maps, loc, rows)
+            record(loc, rows)
+            q, k, v = tokens(indptr[-1])
+            padded = torch.cat((q, q[:3]))
+            out = extend.run(0, padded, k, v, sm_scale=0.125)
+            assert out.dtype == q.dtype and torch.equal(out[indptr[-1] :], torch.zeros(3, 6, 80, dtype=q.dtype))
+            outputs.append(out)
+            done = total
+        for _ in range(8):
+            done = [d + 1 for d in done]
+            loc, rows = map(torch.cat, zip(*(rows_of(b, done[b] - 1, done[b], done[b]) for b in range(2)), strict=True))
+            record(loc, rows)
+            decode.plan(req_to_token, requests, done, maps, loc, rows)
+            outputs.append(decode.run(0, *tokens(2), sm_scale=0.125, out_dtype=torch.float32))
+        return outputs, layers.cache(0)
+
+    (expected, ref), (found, cache) = serve({"impl": "reference"}), serve(backend)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=1e-2)
+    for a, b in ((cache.k, ref.k), (cache.v, ref.v)):
+        assert torch.equal(a.buffer, b.buffer)
+        assert torch.equal(a.window[:num_rows], b.window[:num_rows])

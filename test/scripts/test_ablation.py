@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from oscar import methods
 from oscar.format.identity import ModelIdentity
 from oscar.format.linalg import inverses
-from oscar.methods import transform
 from oscar.methods.statistics import LayerStatistics
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "ablation.py"
@@ -40,37 +40,33 @@ def test_arms(ablation, statistics):
     arms = {arm.name: arm for arm in ablation.make_arms({0: statistics}, model)}
     assert list(arms) == [*ablation.PAPER, *ablation.OURS]
     codecs = {name: arm.codecs[0] for name, arm in arms.items()}
-    default, found = codecs["oscar-shaped"], transform.oscar_shaped(statistics)
-    assert torch.equal(default.k_transform, found.k_transform.float().double())
-    assert torch.equal(default.v_shaping, found.v_shaping.float())
+    default, found = codecs["oscar-shaped"], methods.oscar_shaped(statistics)
+    assert torch.equal(default.k.transform, found.k.transform.float().double())
+    assert torch.equal(default.v.shaping, found.v.shaping.float())
 
     def differ(name: str) -> set[str]:
-        other = codecs[name]
-        return {
-            key
-            for key, x in vars(default).items()
-            if not (
-                torch.equal(x, y)
-                if isinstance(x, torch.Tensor) and isinstance(y := vars(other)[key], torch.Tensor)
-                else x == vars(other)[key]
-            )
-        }
+        def same(x, y) -> bool:
+            return torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else x is y or x == y
 
-    assert differ("no shaping") == {"k_shaping", "v_shaping"}
-    assert differ("no shaping of K") == {"k_shaping"}
-    assert differ("keys rotated (U.H.P), not balanced") == {"k_transform", "q_transform", "k_shaping"}
-    assert differ("W_O unknown") == {"v_transform", "v_inverse", "v_shaping"}
-    assert differ("value mean off, put back after") == {"v_transform", "v_inverse", "v_shaping", "v_mean"}
-    assert differ("Gaussian level table") == {"k_levels", "v_levels"}
-    assert differ("clip 0.98 / 0.96") == {"k_clip", "v_clip"}
-    assert differ("groups of half a row (2.5 bits)") == {"k_format", "v_format"}
-    assert torch.equal(codecs["U.H.P (oscar)"].k_transform, transform.oscar(statistics).k_transform.float().double())
+        other, pairs = codecs[name], {}
+        for side in ("k", "v"):
+            mine, theirs = vars(getattr(default, side)), vars(getattr(other, side))
+            pairs |= {f"{side}.{key}": (mine[key], theirs[key]) for key in mine}
+        return {key for key, pair in pairs.items() if not same(*pair)}
+
+    assert differ("no shaping") == {"k.shaping", "v.shaping"}
+    assert differ("no shaping of K") == {"k.shaping"}
+    assert differ("keys rotated (U.H.P), not balanced") == {"k.transform", "k.read_transform", "k.shaping"}
+    assert differ("W_O unknown") == {"v.transform", "v.read_transform", "v.shaping"}
+    assert differ("clip 0.98 / 0.96") == {"k.clip", "v.clip"}
+    assert differ("groups of half a row (2.5 bits)") == {"k.fmt", "v.fmt"}
+    assert torch.equal(codecs["U.H.P (oscar)"].k.transform, methods.oscar(statistics).k.transform.float().double())
 
 
 @pytest.mark.parametrize("name", ["half_balanced", "sorted_directions"])
 def test_changed_maps_still_balance_or_rotate(name, ablation, statistics):
     """Half-way maps undo less of the spread; the order of directions changes no cost at all."""
-    full = transform.oscar_shaped(statistics)
+    full = methods.oscar_shaped(statistics)
     changed = getattr(ablation, name)(statistics, full)
 
     def price(t: torch.Tensor) -> torch.Tensor:
@@ -79,8 +75,8 @@ def test_changed_maps_still_balance_or_rotate(name, ablation, statistics):
         paid = torch.einsum("hii->h", inverse @ statistics.q_moment @ inverse.mT)
         return paid * torch.einsum("hii->h", t.mT @ covariance @ t)
 
-    best, other = price(full.k_transform), price(changed.k_transform)
+    best, other = price(full.k.transform), price(changed.k.transform)
     if name == "sorted_directions":
         torch.testing.assert_close(other, best, atol=0, rtol=1e-9)
     else:
-        assert (best < other).all() and (other < price(transform.oscar(statistics).k_transform)).all()
+        assert (best < other).all() and (other < price(methods.oscar(statistics).k.transform)).all()

@@ -1,4 +1,4 @@
-"""What every op needs of one layer: how its rows are made (`LayerCodec`) and where they lie (`LayerCache`), a side each for K and V."""
+"""What every op needs of one layer: how its rows are made (`LayerCodec`) and where they lie (`LayerCache`)."""
 
 from __future__ import annotations
 

@@ -8,8 +8,15 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = 0, 1, 2, 3
-DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-"""Types of queries, keys and values that the library takes."""
+
+
+class _Dtypes(dict):
+    def __missing__(self, dtype: torch.dtype) -> int:
+        raise TypeError(f"oscar_kernel: the C++ library takes float32, bfloat16 and float16, got {dtype}")
+
+
+DTYPES = _Dtypes({torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16})
+"""Types of queries, keys and values that the library takes; looking up another raises TypeError."""
 PACKED, WIDE = 0, 1
 
 
