@@ -1,8 +1,8 @@
 """Lower the Triton kernels to machine code for a card that is not there, and read off what the code uses.
 
-The wrappers run as they are, on CPU tensors; their launches are recorded, not made, and each recorded launch is compiled for the
-architectures asked for, with types and alignments that Triton itself reads off the arguments. So what is checked is what would
-be launched.
+The wrappers run as they are, on CPU tensors; their launches are recorded, not made, and each recorded launch is compiled for
+the architectures asked for, with the types and alignments that Triton itself reads off the arguments. So what is checked is
+what would be launched.
 """
 
 from __future__ import annotations

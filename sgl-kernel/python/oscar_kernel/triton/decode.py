@@ -205,8 +205,8 @@ def decode_kernel(
             position = first + tl.arange(0, BLOCK_N)
             inside = position < end
             slot = slot_of(plan.slots, start, position, inside)
-            k_row, v_row = rows_at(k.pool, slot, head, K.row_bytes), rows_at(v.pool, slot, head, V.row_bytes)
-            state = attend_packed(q, sums, column_scale, logit_cap, k_row, v_row, inside, state, K, V, A_TOKEN, FAST)
+            k_codes, v_codes = rows_at(k.pool, slot, head, K.row_bytes), rows_at(v.pool, slot, head, V.row_bytes)
+            state = attend_packed(q, sums, column_scale, logit_cap, k_codes, v_codes, inside, state, K, V, A_TOKEN, FAST)
         state = settle(state, V)
     else:
         q_high, q_low = load_query_16_bit(queries.planes, q_row, live, K, True)
@@ -224,8 +224,8 @@ def decode_kernel(
             lost = counts & (row < 0)
             if tl.max(lost.to(tl.int32), axis=0) > 0:
                 slot = slot_of(plan.slots, start, position, lost)
-                k_row, v_row = rows_at(k.pool, slot, head, K.row_bytes), rows_at(v.pool, slot, head, V.row_bytes)
-                state = attend_packed(q, sums, column_scale, logit_cap, k_row, v_row, lost, state, K, V, False, FAST)
+                k_codes, v_codes = rows_at(k.pool, slot, head, K.row_bytes), rows_at(v.pool, slot, head, V.row_bytes)
+                state = attend_packed(q, sums, column_scale, logit_cap, k_codes, v_codes, lost, state, K, V, False, FAST)
 
     m, l = state[0], state[1]
     total = tl.sum(l, axis=0)

@@ -90,8 +90,8 @@ def extend_kernel(
             inside = inside & (row < 0)
             if tl.max(inside.to(tl.int32), axis=0) > 0:
                 slot = slot_of(plan.slots, start, position, inside)
-                k_row, v_row = rows_at(k.pool, slot, head, K.row_bytes), rows_at(v.pool, slot, head, V.row_bytes)
-                state = attend_packed(q, sums, column_scale, logit_cap, k_row, v_row, inside, state, K, V, False, FAST)
+                k_codes, v_codes = rows_at(k.pool, slot, head, K.row_bytes), rows_at(v.pool, slot, head, V.row_bytes)
+                state = attend_packed(q, sums, column_scale, logit_cap, k_codes, v_codes, inside, state, K, V, False, FAST)
 
         q_high, q_low = load_query_16_bit(queries.planes, q_row, live, K, False)
         for first in tl.range(0, tl.where(kv_len > 0, SINK + RECENT, 0), TILE, num_stages=1):

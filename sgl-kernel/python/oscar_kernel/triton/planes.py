@@ -22,7 +22,7 @@ afterwards, and the sum of the ones is subtracted, all in float32.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -37,11 +37,8 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-@dataclass(frozen=True)
-class Planes:
-    """How the rows of one side are cut: one `tl.constexpr` of the kernels.
-
-    All numbers are fields. Triton knows a compiled kernel by the fields' values, so a kernel must not depend on anything else.
+class Planes(NamedTuple):
+    """How the rows of one side are cut: one tuple of constants of the kernels.
 
     Args:
         dim: elements in a row. dim_pad: the power of two that holds them.

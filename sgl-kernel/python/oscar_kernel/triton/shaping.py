@@ -14,7 +14,6 @@ half of the square matrix is multiplied.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,9 +30,8 @@ MANY_FROM = 1024
 META_MAX = tl.constexpr(torch.finfo(META_DTYPE).max)
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """How the rows of one side are cut: one `tl.constexpr` of the kernels.
+class Chunks(NamedTuple):
+    """How the rows of one side are cut: one tuple of constants of the kernels.
 
     Args:
         dim: elements in a row. quarter: bytes of codes. group_size: elements that share a centre and a step.
