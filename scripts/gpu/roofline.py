@@ -200,11 +200,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     shape = Shape()
-    windows = f"{shape.sink} + {shape.recent}"
-    print(
-        f"One layer, {shape.heads} KV heads of {shape.dim}, {shape.kv_group_num} query heads each, V folded, windows of {windows}"
-    )
-    print(f"tokens; K and V of a token take {shape.row_bytes} bytes in 2 bits.")
+    print(f"One layer, {shape.heads} KV heads of {shape.dim}, {shape.kv_group_num} query heads each, V folded, windows of")
+    print(f"{shape.sink} + {shape.recent} tokens; K and V of a token take {shape.row_bytes} bytes in 2 bits.")
     print("Predicted, not measured. Assumed:")
     print(f"  a copy reaches {COPY_SHARE:.0%} of the data sheet's bandwidth, this kernel at most {STREAM_SHARE:.0%} of a copy,")
     print(f"  the 16-bit peer {PEER_SHARE:.0%} of a copy; {ISSUE_SHARE:.0%} of the issue slots are used;")

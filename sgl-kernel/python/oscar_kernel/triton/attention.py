@@ -118,8 +118,9 @@ class TritonDecode(BatchDecode):
         self._layers, self._max_bs = layers, max_bs
         self._buffers: PlanBuffers | None = None
         self._scratch: Scratch = {}
-        self._plan: TritonPlan | None = None
-        self._loc = self._rows = None
+        self._plan: TritonPlan
+        self._loc: Tensor | None
+        self._rows: Tensor | None
 
     def plan(
         self,
