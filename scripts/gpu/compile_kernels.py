@@ -1,7 +1,8 @@
 """Lower the Triton kernels to machine code for a card that is not there, and read off what the code uses.
 
-The wrappers run as they are, on CPU tensors; their launches are recorded, not made, and each recorded launch is compiled with
-the arguments' own alignments for the architectures asked for. So what is checked is what would be launched.
+The wrappers run as they are, on CPU tensors; their launches are recorded, not made, and each recorded launch is compiled for
+the architectures asked for, with the types and alignments that Triton itself reads off the arguments. So what is checked is
+what would be launched.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
-from oscar.format.codec import LosslessFormat, RowFormat
+from oscar.format.codec import RowFormat
+from oscar.format.side import LayerTransforms, Side
+from oscar.format.windows import WindowMaps
 from oscar_kernel.architectures import ARCHITECTURES
 from oscar_kernel.layer import LayerCache, LayerCodec
-from oscar_kernel.triton import decode as triton_decode
-from oscar_kernel.triton import extend as triton_extend
-from oscar_kernel.triton import plan as triton_plan
-from oscar_kernel.triton import query as triton_query
-from oscar_kernel.triton import shaping as triton_shaping
-from oscar_kernel.triton import step_codes as triton_step_codes
-from oscar_kernel.triton import store as triton_store
-from oscar_kernel.triton.common import prepare
+from oscar_kernel.triton import decode, extend, plan, query, shaping, step_codes, store
+from oscar_kernel.triton.common import TritonLayer
+from oscar_kernel.triton.decode import DecodeBuffers, decode_attention
+from oscar_kernel.triton.extend import extend_attention
+from oscar_kernel.triton.plan import PlanBuffers, plan_tokens
+from oscar_kernel.triton.step_codes import StepCodes
+from oscar_kernel.triton.store import store_kv
 from oscar_kernel.triton.tuning import assuming
 
 REPORTED = tuple(key for key, row in ARCHITECTURES.items() if row.in_report)
@@ -41,36 +44,42 @@ EVERY_CASE = ("sm_80", "sm_90", "sm_100", "sm_120")
 """Those for which every case is lowered; the others get the main case."""
 
 KERNELS = {
-    "store_kernel": (triton_store,),
-    "shaping_kernel": (triton_shaping,),
-    "step_shaping_kernel": (triton_step_codes,),
-    "query_kernel": (triton_query,),
-    "plan_kernel": (triton_plan,),
-    "decode_kernel": (triton_decode,),
-    "merge_kernel": (triton_decode,),
-    "extend_kernel": (triton_extend,),
+    "store_kernel": store,
+    "shaping_kernel": shaping,
+    "step_shaping_kernel": step_codes,
+    "query_kernel": query,
+    "plan_kernel": plan,
+    "decode_kernel": decode,
+    "merge_kernel": decode,
+    "extend_kernel": extend,
 }
-TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
-}  # fmt: skip
+"""Kernels, and the modules that launch them."""
 
 
 @dataclass
-class Launch:
-    """A recorded launch: kernel, positional arguments, options such as num_warps."""
+class Recorded:
+    """A recorded launch: kernel, and its arguments and options such as num_warps by name."""
 
     name: str
-    kernel: object
-    args: tuple
-    options: dict
+    kernel: triton.JITFunction
+    args: dict
+
+    @property
+    def constants(self) -> dict:
+        """The compile-time arguments."""
+        return {param.name: self.args[param.name] for param in self.kernel.params if param.is_constexpr}
+
+    @property
+    def options(self) -> dict:
+        """What is not an argument of the kernel."""
+        return {name: value for name, value in self.args.items() if name not in self.kernel.arg_names}
 
     @property
     def label(self) -> str:
         """Name, and for the store's kernels how many tokens share a program."""
         if self.name not in ("store_kernel", "shaping_kernel", "step_shaping_kernel"):
             return self.name
-        tile = dict(zip((param.name for param in self.kernel.params), self.args, strict=True))["TILE"]
+        tile = self.args["TILE"]
         return f"{self.name}, {tile} token{'s' if tile > 1 else ''} a program"
 
 
@@ -103,18 +112,18 @@ class Lowered:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
+def recorded() -> Iterator[list[Recorded]]:
     """Collects launches of the kernels in KERNELS instead of making them."""
-    launches: list[Launch] = []
+    launches: list[Recorded] = []
 
     class Recorder:
         def __init__(self, name: str, kernel):
             self.name, self.kernel = name, kernel
 
         def __getitem__(self, grid):
-            return lambda *args, **options: launches.append(Launch(self.name, self.kernel, args, options))
+            return lambda **args: launches.append(Recorded(self.name, self.kernel, args))
 
-    kept = [(module, name, getattr(module, name)) for name, modules in KERNELS.items() for module in modules]
+    kept = [(module, name, getattr(module, name)) for name, module in KERNELS.items()]
     try:
         for module, name, kernel in kept:
             setattr(module, name, Recorder(name, kernel))
@@ -124,37 +133,31 @@ def recorded() -> Iterator[list[Launch]]:
             setattr(module, name, kernel)
 
 
-def source_of(launch: Launch) -> ASTSource:
+def source_of(launch: Recorded, target: GPUTarget) -> ASTSource:
     """The launch as Triton's compiler takes it: types of run-time arguments, values of the others, known alignments."""
-    signature, constants, attributes = {}, {}, {}
-    for i, (param, value) in enumerate(zip(launch.kernel.params, launch.args, strict=True)):
-        if isinstance(value, Tensor) and not param.is_constexpr:
-            signature[param.name] = "*" + TYPES[value.dtype]
-            aligned = value.data_ptr() % 16 == 0
-        elif param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-            signature[param.name] = "constexpr"
-            constants[param.name] = value
-            aligned = False
-        elif isinstance(value, int):
-            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            aligned = value % 16 == 0
-        else:
-            signature[param.name] = "fp32"
-            aligned = False
-        if aligned:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(launch.kernel, signature, constants, attributes)
+    kernel, backend = launch.kernel, make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(**launch.args)
+    _, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
+    # Alignments alone: the tensors here are small, those of a pool may be beyond the reach of 32-bit offsets.
+    aligned = {path: [pair for pair in pairs if pair[0] == "tt.divisibility"] for path, pairs in attributes.items()}
+    return ASTSource(kernel, signature, constants, aligned)
 
 
-def lower(launch: Launch, arch: str, case: str = "") -> Lowered:
+def compiled(launch: Recorded, arch: str):
+    """What Triton's compiler makes of a launch that was recorded for an architecture."""
+    target = GPUTarget(*ARCHITECTURES[arch].backend)
+    return triton.compile(source_of(launch, target), target=target, options=launch.options)
+
+
+def lower(launch: Recorded, arch: str, case: str = "") -> Lowered:
     """Compile a launch that was recorded for an architecture, and read what it uses."""
-    backend, name, threads = ARCHITECTURES[arch].backend
-    compiled = triton.compile(source_of(launch), target=GPUTarget(backend, name, threads), options=launch.options)
-    read = _read_amd if backend == "hip" else _read_nvidia
-    return Lowered(launch.label, case, arch, **read(launch, compiled), shared_bytes=compiled.metadata.shared)
+    code = compiled(launch, arch)
+    read = _read_amd if ARCHITECTURES[arch].backend[0] == "hip" else _read_nvidia
+    return Lowered(launch.label, case, arch, **read(launch, code), shared_bytes=code.metadata.shared)
 
 
-def _read_nvidia(launch: Launch, compiled) -> dict:
+def _read_nvidia(launch: Recorded, compiled) -> dict:
     ptx, warps = compiled.asm["ptx"], compiled.metadata.num_warps
     usage = _tool("cuobjdump", "-res-usage", compiled.asm["cubin"])
     # One function; its stack is where spilled registers go, but a stack that no instruction stores to holds none.
@@ -163,8 +166,7 @@ def _read_nvidia(launch: Launch, compiled) -> dict:
     sass = _instructions(_tool("nvdisasm", "-c", compiled.asm["cubin"]))
     loop = 0
     if launch.name == "decode_kernel":
-        block_n = dict(zip((p.name for p in launch.kernel.params), launch.args, strict=True))["BLOCK_N"]
-        loop = _packed_loop(sass) * warps * 64 // block_n
+        loop = _packed_loop(sass) * warps * 64 // launch.args["BLOCK_N"]
     return {
         "registers": registers,
         "spill_bytes": max(stack, local) if any("STL" in line for _, body in sass for line in body) else 0,
@@ -181,7 +183,7 @@ AMD_LOADS = {"ubyte": 1, "ushort": 2, "short_d16": 2, "dword": 4, "dwordx2": 8, 
 """Bytes of a load, by the end of its name on gfx9 and on gfx11."""
 
 
-def _read_amd(launch: Launch, compiled) -> dict:
+def _read_amd(launch: Recorded, compiled) -> dict:
     code = compiled.asm["amdgcn"]
 
     def figure(name: str) -> int:
@@ -264,7 +266,7 @@ SHAPED = "error shaping"
 SHAPED_CASE = f"the same, {SHAPED}"
 
 
-def distinct_launches(case: str, arch: str) -> list[Launch]:
+def distinct_launches(case: str, arch: str) -> list[Recorded]:
     """Launches of a case on an architecture, each kernel once for every set of compile-time values; small kernels in the main
     case alone, and with error shaping what it changes."""
     found, seen = [], set()
@@ -274,8 +276,7 @@ def distinct_launches(case: str, arch: str) -> list[Launch]:
     with assuming(arch), recorded() as launches:
         cases()[case]()
     for launch in launches:
-        params = zip(launch.kernel.params, launch.args, strict=True)
-        key = (launch.name, *(value for param, value in params if param.is_constexpr))
+        key = (launch.name, *launch.constants.values())
         if key in seen or launch.name in left_out:
             continue
         seen.add(key)
@@ -286,57 +287,50 @@ def distinct_launches(case: str, arch: str) -> list[Launch]:
 def cases() -> dict[str, Callable[[], object]]:
     """What is lowered: geometries by name, each a call of every wrapper on small CPU tensors."""
     named = {
-        MAIN_CASE: {"heads": 8, "ratio": 4, "dim": 128},
-        "the same, groups of 32": {"heads": 8, "ratio": 4, "dim": 128, "group": 32},
-        "the same, V not folded, level tables, logit cap": {
-            "heads": 8, "ratio": 4, "dim": 128, "fold": False, "levels": True, "cap": 50.0,
-        },
-        SHAPED_CASE: {"heads": 8, "ratio": 4, "dim": 128, "shaped": True},
-        "the same, a layer kept in 16 bits": {"heads": 8, "ratio": 4, "dim": 128, "native": True},
-        "head_dim 64, 7 query heads a KV head": {"heads": 2, "ratio": 7, "dim": 64},
-        "head_dim 96, 3 query heads a KV head": {"heads": 8, "ratio": 3, "dim": 96},
-        "head_dim 256, 2 query heads a KV head": {"heads": 4, "ratio": 2, "dim": 256},
-        f"the same, {SHAPED}, level tables": {"heads": 4, "ratio": 2, "dim": 256, "levels": True, "shaped": True},
-    }  # fmt: skip
+        MAIN_CASE: {"heads": 8, "kv_group_num": 4, "dim": 128},
+        "the same, groups of 32": {"heads": 8, "kv_group_num": 4, "dim": 128, "group_size": 32},
+        "the same, V not folded, logit cap": {"heads": 8, "kv_group_num": 4, "dim": 128, "fold": False, "cap": 50.0},
+        SHAPED_CASE: {"heads": 8, "kv_group_num": 4, "dim": 128, "shaped": True},
+        "the same, a layer kept in 16 bits": {"heads": 8, "kv_group_num": 4, "dim": 128, "native": True},
+        "head_dim 64, 7 query heads a KV head": {"heads": 2, "kv_group_num": 7, "dim": 64},
+        "head_dim 96, 3 query heads a KV head": {"heads": 8, "kv_group_num": 3, "dim": 96},
+        "head_dim 256, 2 query heads a KV head": {"heads": 4, "kv_group_num": 2, "dim": 256},
+        f"the same, {SHAPED}, V not folded": {"heads": 4, "kv_group_num": 2, "dim": 256, "fold": False, "shaped": True},
+    }
     return {name: partial(_run_all, **shape) for name, shape in named.items()}
 
 
-def _run_all(heads, ratio, dim, group=None, fold=True, levels=False, cap=0.0, native=False, shaped=False) -> None:
-    fmt = LosslessFormat(dim, "bfloat16") if native else RowFormat(dim, group)
-    eye = torch.eye(dim, dtype=torch.float64).expand(heads, dim, dim).contiguous()
-    if not fold:
-        eye = eye / 3  # not exact in float32, so that the float64 transform is lowered too
-    table = torch.tensor([-1.75, -0.5, 0.5, 1.75]).repeat(heads, 1) if levels else None
-    clip = torch.full((heads,), 0.96)
-    codec = LayerCodec(
-        fmt, fmt, eye, eye.float(), None if fold else eye, None if fold else eye.float(), clip, clip,
-        k_levels=table, v_levels=table,
-    )  # fmt: skip
-    if shaped:
-        codec.k_shaping = codec.v_shaping = torch.zeros(heads, dim, dim)
+def _run_all(heads, kv_group_num, dim, group_size=None, fold=True, cap=0.0, native=False, shaped=False) -> None:
+    codec = _codec(heads, dim, group_size, fold, native, shaped)
+    layer = TritonLayer(LayerCache.zeros(codec, num_slots=64, num_rows=64), codec)
+    bs, num_qo_heads, maps = 2, heads * kv_group_num, WindowMaps(torch.zeros(64).int(), torch.zeros(65).long(), 64, 256)
+    plan_buffers = PlanBuffers(bs, bs, maps.sink_tokens, maps.recent_tokens, "cpu")
+    made = plan_tokens(plan_buffers, torch.zeros(4, 4096).int(), torch.arange(bs), torch.tensor([100, 2000]), maps)
 
-    def rows(n: int, num_heads: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.zeros(n, num_heads, width, dtype=dtype)
+    def rows(n: int, num_heads: int) -> Tensor:
+        return torch.zeros(n, num_heads, dim, dtype=torch.bfloat16)
 
-    cache = LayerCache(
-        rows(64, heads, fmt.row_bytes, torch.uint8), rows(64, heads, fmt.row_bytes, torch.uint8),
-        rows(65, heads, dim), rows(65, heads, dim),
-    )  # fmt: skip
-    bs, slots = 2, torch.zeros(4, 4096, dtype=torch.int32)
-    plan = triton_plan.plan_read(
-        slots, torch.arange(bs), [100, 2000], torch.zeros(64, dtype=torch.int32), torch.zeros(65, dtype=torch.int64), 64, 256
-    )
-    q, k, index = rows(bs, heads * ratio, dim), rows(bs, heads, dim), torch.zeros(bs, dtype=torch.int64)
-    buffers = triton_decode.DecodeBuffers.make(bs, plan.work.shape[0], heads * ratio, codec)
-    queries = {"q": q, "queries": (buffers.q, buffers.amax)}
-    triton_store.store_kv(k, k, index, index, cache, codec, return_rows=False, codes_later=True, **queries)
-    triton_decode.decode_attention(q, cache, codec, plan, 0.1, cap, out=torch.zeros_like(q), buffers=buffers)
-    q, k = rows(64, heads * ratio, dim), rows(64, heads, dim)
-    index = torch.zeros(64, dtype=torch.int64)
-    k, v = triton_store.store_kv(k, k, index, index, cache, codec)
+    q, k, index = rows(bs, num_qo_heads), rows(bs, heads), torch.zeros(bs, dtype=torch.int64)
+    buffers = DecodeBuffers.make(bs, made.num_items, num_qo_heads, layer.tensors)
+    store_kv(k, k, index, index, layer, return_rows=False, codes_later=True, q=q, queries=buffers.queries)
+    decode_attention(q, layer, made, 0.1, cap, out=torch.zeros_like(q), buffers=buffers, queries_ready=True)
+    q, k, index = rows(64, num_qo_heads), rows(64, heads), torch.zeros(64, dtype=torch.int64)
+    k, v = store_kv(k, k, index, index, layer)
     if shaped:
-        step = triton_step_codes.StepCodes([(cache, prepare(codec))] * 16)
+        step = StepCodes([layer] * 16)
         for n in (1, 8, 64):
             step.write(index[:n], index[:n])
-        triton_store.store_kv(*(x.repeat(32, 1, 1) for x in (k, v)), index.repeat(32), index.repeat(32), cache, codec)
-    triton_extend.extend_attention(q, k, v, [0, 32, 64], cache, codec, plan, 0.1, cap, out=torch.zeros_like(q))
+        store_kv(*(x.repeat(32, 1, 1) for x in (k, v)), index.repeat(32), index.repeat(32), layer)
+    qo_indptr = torch.tensor([0, 32, 64], dtype=torch.int32)
+    extend_attention(q, k, v, qo_indptr, 32, layer, made, 0.1, cap, out=torch.zeros_like(q))
+
+
+def _codec(heads: int, dim: int, group_size: int | None, fold: bool, native: bool, shaped: bool) -> LayerCodec:
+    if native:
+        return LayerCodec.native(heads, dim, dim)
+    eye = torch.eye(dim, dtype=torch.float64).expand(heads, dim, dim)
+    if not fold:
+        eye = eye / 3  # not exact in float32, so that the float64 transform is lowered too
+    side = Side(eye, torch.full((heads,), 0.96), shaping=torch.zeros(heads, dim, dim) if shaped else None)
+    fmt = RowFormat(dim, group_size)
+    return LayerCodec.of(LayerTransforms(side, side), fmt, fmt, fold_v=fold)

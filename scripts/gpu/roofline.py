@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 
 from oscar.format.codec import RowFormat
+from oscar.format.side import LayerTransforms, Side
 from oscar_kernel import LayerCodec
 from oscar_kernel.triton import plan as triton_plan
-from oscar_kernel.triton.common import LayerTensors, prepare
+from oscar_kernel.triton.common import LayerTensors, SideTensors
 from oscar_kernel.triton.decode import JOIN
 from oscar_kernel.triton.shaping import program_of
 from oscar_kernel.triton.tuning import Launch
@@ -77,9 +78,9 @@ class Shape:
     """Attention of one of `layers` layers on one rank, V folded. shaped: errors are passed on in the store."""
 
     heads: int = 8
-    ratio: int = 4
+    kv_group_num: int = 4
     dim: int = 128
-    group: int = 128
+    group_size: int = 128
     sink: int = 64
     recent: int = 256
     shaped: bool = True
@@ -88,15 +89,18 @@ class Shape:
     @cached_property
     def layer(self) -> LayerTensors:
         """A layer's tensors as the kernels get them, from transforms as an artifact keeps them (float32)."""
-        fmt, eye = RowFormat(self.dim, self.group), torch.eye(self.dim).expand(self.heads, self.dim, self.dim)
-        clip = torch.ones(self.heads)
-        matrix = torch.zeros(self.heads, self.dim, self.dim) if self.shaped else None
-        return prepare(LayerCodec(fmt, fmt, eye.double(), eye, None, None, clip, clip, k_shaping=matrix, v_shaping=matrix))
+        fmt, eye = RowFormat(self.dim, self.group_size), torch.eye(self.dim).expand(self.heads, self.dim, self.dim)
+        side = Side(eye, torch.ones(self.heads), shaping=torch.zeros_like(eye) if self.shaped else None)
+        return LayerTensors.of(LayerCodec.of(LayerTransforms(side, side), fmt, fmt, fold_v=True))
+
+    @property
+    def sides(self) -> tuple[SideTensors, SideTensors]:
+        return self.layer.k, self.layer.v
 
     @property
     def row_bytes(self) -> int:
         """Of K and V of a token, all heads."""
-        return self.heads * (self.layer.k.row_bytes + self.layer.v.row_bytes)
+        return self.heads * sum(side.planes.row_bytes for side in self.sides)
 
 
 def traffic(shape: Shape, bs: int, n: int, items: int) -> dict[str, float]:
@@ -106,25 +110,25 @@ def traffic(shape: Shape, bs: int, n: int, items: int) -> dict[str, float]:
         shape: of the layer. bs: sequences. n: tokens of each. items: entries of the work list that are in use.
     """
     heads, dim, layer, windows = shape.heads, shape.dim, shape.layer, shape.sink + shape.recent
-    queries = bs * heads * shape.ratio
+    queries = bs * heads * shape.kv_group_num
     shaping = 0
     if shape.shaped:
         # The upper half of a matrix is read once a head and block of tokens; at the end of a step rows are read again from
         # their windows and metadata from the 2-bit rows, and codes written again.
         half, tile = (1 + 16 / dim) / 2, program_of(bs, dim > 128, shape.layers)[0]
-        shaping = half * -(-bs // tile) * (layer.k_shaping.nbytes + layer.v_shaping.nbytes)
+        shaping = half * -(-bs // tile) * sum(side.shaping.nbytes for side in shape.sides)
         shaping += bs * (heads * 2 * dim * 2 + shape.row_bytes)
     return {
         "2-bit rows": bs * max(0, n - windows) * shape.row_bytes,
         # Every KV head's programs read the slots; all but the first find them in L2.
         "slots": 4 * bs * n,
         "16-bit windows": bs * min(n, windows) * (heads * 2 * dim * 2 + 4),
-        "transforms": layer.k_transform.nbytes + layer.q_transform.nbytes,
+        "transforms": layer.k.transform.nbytes + layer.k.read_transform.nbytes,
         "error shaping": shaping,
         "new tokens": bs * (heads * 2 * dim * (2 + 2) + shape.row_bytes),
-        "queries and outputs": queries * (2 * dim + 2 * 2 * layer.k.query_width + 2 * dim),
+        "queries and outputs": queries * (2 * dim + 2 * 2 * layer.k.planes.query_width + 2 * dim),
         # Written by one program and read by another: they stay in L2, and are counted apart.
-        "partial states (L2)": 2 * items * heads * shape.ratio * (dim + 1) * 4,
+        "partial states (L2)": 2 * items * heads * shape.kv_group_num * (dim + 1) * 4,
     }
 
 
@@ -143,7 +147,7 @@ def shaping_seconds(card: Card, shape: Shape, tokens: int, layers: int = 1) -> f
         return 0.0
     tile, warps = program_of(tokens, shape.dim > 128, layers)
     # 64 registers of 4 bytes a thread are in flight.
-    waits = max(1.0, shape.layer.k_shaping[0].nbytes / (warps * 32 * 64 * 4))
+    waits = max(1.0, shape.layer.k.shaping[0].nbytes / (warps * 32 * 64 * 4))
     chain = waits * ROUND_TRIP + shape.dim * SHAPING_STEP[tile // warps] / card.clock
     all_warps = layers * shape.heads * 2 * -(-tokens // tile) * warps
     rounds = -(-all_warps // (card.sms * SHAPING_WARPS))
@@ -163,10 +167,10 @@ def predict(card: Card, shape: Shape, bs: int, n: int, loop: int, waves: int = L
     bandwidth = card.bandwidth * COPY_SHARE
     memory = moved / (bandwidth * STREAM_SHARE)
     issue = tiles * shape.heads * loop / (card.sms * 4 * card.clock * ISSUE_SHARE)
-    flops = bs * n * shape.heads * 2 * 2 * shape.dim * max(8, shape.ratio)
+    flops = bs * n * shape.heads * 2 * 2 * shape.dim * max(8, shape.kv_group_num)
     matrix = flops / (card.dense_f16 * MATRIX_SHARE)
     # The last program to finish merges its group's states and then the groups', a query head after the other.
-    tail = shape.ratio * ROUND_TRIP * (1 + (items // bs > JOIN))
+    tail = shape.kv_group_num * ROUND_TRIP * (1 + (items // bs > JOIN))
     shaping = shaping_seconds(card, shape, bs, shape.layers)
     seconds = max(memory, issue, matrix) + 2 * LAUNCH + tail + shaping
     bf16 = bs * n * shape.heads * 2 * shape.dim * 2
@@ -185,7 +189,7 @@ def loop_of(arch: str, dim: int) -> int:
     rows = json.loads((ROOT / "docs" / "gpu_compile_report.json").read_text())
     found = [r["loop_instructions"] for r in rows if r["arch"] == arch and r["kernel"] == "decode_kernel"]
     if dim != 128 or not found:
-        raise SystemExit("gpu_roofline: the compile report has no decode loop for this shape; run gpu_compile_report.py")
+        raise SystemExit("roofline: the compile report has no decode loop for this shape; run scripts/gpu/compile_report.py")
     return found[0]  # the first case is this geometry
 
 
@@ -196,9 +200,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     shape = Shape()
-    windows = f"{shape.sink} + {shape.recent}"
-    print(f"One layer, {shape.heads} KV heads of {shape.dim}, {shape.ratio} query heads each, V folded, windows of {windows}")
-    print(f"tokens; K and V of a token take {shape.row_bytes} bytes in 2 bits.")
+    print(f"One layer, {shape.heads} KV heads of {shape.dim}, {shape.kv_group_num} query heads each, V folded, windows of")
+    print(f"{shape.sink} + {shape.recent} tokens; K and V of a token take {shape.row_bytes} bytes in 2 bits.")
     print("Predicted, not measured. Assumed:")
     print(f"  a copy reaches {COPY_SHARE:.0%} of the data sheet's bandwidth, this kernel at most {STREAM_SHARE:.0%} of a copy,")
     print(f"  the 16-bit peer {PEER_SHARE:.0%} of a copy; {ISSUE_SHARE:.0%} of the issue slots are used;")

@@ -6,23 +6,14 @@ milliseconds. `scripts/gpu_check.sh` asks the same at real sizes, and how fast t
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-
 import torch
 from torch import Tensor
 
-from oscar_kernel.decode_attention import decode_attention_ref
-from oscar_kernel.extend_attention import extend_attention_ref
+from oscar.format.windows import WindowMaps
+from oscar_kernel import reference
 from oscar_kernel.layer import LayerCache, LayerCodec
-from oscar_kernel.plan_read import plan_read
-from oscar_kernel.store_kv import store_kv_ref
-from oscar_kernel.triton import decode as triton_decode
-from oscar_kernel.triton import extend as triton_extend
-from oscar_kernel.triton import plan as triton_plan
-from oscar_kernel.triton import query as triton_query
-from oscar_kernel.triton import step_codes as triton_step_codes
-from oscar_kernel.triton import store as triton_store
-from oscar_kernel.triton.common import prepare
+from oscar_kernel.testing import RandomBatch
+from oscar_kernel.triton.attention import TritonDecode, TritonExtend, TritonLayers
 
 SINK, RECENT = 4, 12
 LENS = (3, 200)
@@ -34,81 +25,69 @@ EXTEND_ERROR = 3e-2
 """The same for extend, which rounds queries and weights to bfloat16."""
 
 
-def on_device(codec: LayerCodec, device: str | torch.device) -> LayerCodec:
-    """The codec with its tensors elsewhere."""
-    tensors = {f.name: getattr(codec, f.name) for f in fields(codec) if isinstance(getattr(codec, f.name), Tensor)}
-    return replace(codec, **{name: tensor.to(device) for name, tensor in tensors.items()})
-
-
 def fault(codec: LayerCodec, num_qo_heads: int, logit_cap: float = 0.0) -> str | None:
     """What is wrong with the kernels on the codec's device, in a few words; None if nothing is.
 
     Args:
         codec: of a layer, as it is served. num_qo_heads: query heads on this rank. logit_cap: of the layer.
     """
-    device, reference = codec.q_transform.device, on_device(codec, "cpu")
-    heads, dim, v_dim = codec.q_transform.shape[0], codec.k_format.head_dim, codec.v_format.head_dim
+    device, on_cpu = codec.k.clip.device, codec.to("cpu")
     g = torch.Generator().manual_seed(0)
-    total, scale = sum(LENS), dim**-0.5
-    num_rows = len(LENS) * (SINK + RECENT)
+    scale = codec.k.fmt.head_dim**-0.5
+    dims = (
+        (num_qo_heads, codec.k.fmt.head_dim),
+        (codec.num_kv_heads, codec.k.fmt.head_dim),
+        (codec.num_kv_heads, codec.v.fmt.head_dim),
+    )
 
-    def random(tokens: int, num_heads: int, width: int) -> Tensor:
-        return torch.randn(tokens, num_heads, width, generator=g).bfloat16()
+    def random(tokens: int) -> tuple[Tensor, ...]:
+        """q, k and v of new tokens, in the type that a model gives them."""
+        return tuple(torch.randn(tokens, heads, dim, generator=g).bfloat16() for heads, dim in dims)
 
-    k, v, q = random(total, heads, dim), random(total, heads, v_dim), random(len(LENS), num_qo_heads, dim)
-    slots = torch.randperm(total, generator=g) + 1
-    req_to_token = torch.zeros(len(LENS) + 1, max(LENS), dtype=torch.int32)
-    rows, at = [], 0
-    for b, n in enumerate(LENS):
-        req_to_token[b + 1, :n] = slots[at : at + n].int()
-        at += n
-        for p in range(n):
-            kept = p < SINK or p >= n - RECENT
-            rows.append(b * (SINK + RECENT) + (p if p < SINK else SINK + p % RECENT) if kept else num_rows)
-    rows = torch.tensor(rows)
-    row_of_slot = torch.full((total + 1,), -1, dtype=torch.int32)
-    row_of_slot[slots] = torch.where(rows < num_rows, rows, -1).int()
-    slot_of_row = torch.full((num_rows + 1,), -1, dtype=torch.int64)
-    slot_of_row[rows] = slots
-    slot_of_row[num_rows] = -1
+    # What the reference stores, of the same numbers as a model gives.
+    batch = RandomBatch.make(on_cpu, LENS, num_qo_heads, (SINK, RECENT), impl="reference")
+    loc = torch.cat([batch.req_to_token[b, :n] for b, n in enumerate(LENS)]).long()
+    k, v, rows = batch.k.bfloat16(), batch.v.bfloat16(), batch.maps.rows_of(loc)
+    reference.store_kv(k, v, loc, rows, batch.cache, on_cpu)
+    plan = batch.plan(LENS)
 
-    def empty(where: str | torch.device) -> LayerCache:
-        shapes = ((total + 1, codec.k_format.row_bytes, torch.uint8), (total + 1, codec.v_format.row_bytes, torch.uint8),
-                  (num_rows + 1, dim, torch.bfloat16), (num_rows + 1, v_dim, torch.bfloat16))  # fmt: skip
-        return LayerCache(*(torch.zeros(n, heads, width, dtype=dtype, device=where) for n, width, dtype in shapes))
-
-    expected, got = empty("cpu"), empty(device)
-    store_kv_ref(k, v, slots, rows, expected, reference)
-    # All but the last token as a prompt is stored, that one as a decode step does it, with the step's queries.
-    step = triton_query.query_buffers(1, num_qo_heads, prepare(codec))
-    triton_store.store_kv(*(x[:-1].to(device) for x in (k, v, slots, rows)), got, codec)
-    last = tuple(x[-1:].to(device) for x in (k, v, slots, rows))
-    triton_store.store_kv(*last, got, codec, return_rows=False, codes_later=True, q=q[-1:].to(device), queries=step)
-    if prepare(codec).shaped:
-        triton_step_codes.StepCodes([(got, prepare(codec))]).write(*last[2:])
-    for name in vars(expected):
-        mine, theirs = (getattr(cache, name)[: -1 if "window" in name else None] for cache in (got, expected))
-        different = int((mine.cpu().view(torch.uint8) != theirs.view(torch.uint8)).sum())
-        if different:
-            return f"store: {different} bytes of {name} differ"
-    prepared = triton_query.prepare_queries(q[-1:].to(device), prepare(codec))
-    if not all(torch.equal(a, b) for a, b in zip(step, prepared, strict=True)):
-        return "store: the queries of a decode step differ from those prepared alone"
-
-    maps = req_to_token, torch.arange(1, len(LENS) + 1), list(LENS), row_of_slot, slot_of_row
-    plan = plan_read(*maps, SINK, RECENT)
-    moved = (x.to(device) if isinstance(x, Tensor) else x for x in maps)
-    on_card = triton_plan.plan_read(*moved, SINK, RECENT, heads)
-    wanted = decode_attention_ref(q, expected, reference, plan, scale, logit_cap)
-    out = triton_decode.decode_attention(q.to(device), got, codec, on_card, scale, logit_cap)
+    # The kernels store all but the last token of each sequence as a prompt, and that one in the decode step.
+    num_slots, num_rows = batch.cache.k.buffer.shape[0], batch.cache.k.window.shape[0] - 1
+    cache = LayerCache.zeros(codec, num_slots, num_rows, device)
+    layers = TritonLayers({0: (cache, codec)}, num_qo_heads)
+    last = torch.zeros(len(loc), dtype=torch.bool)
+    last[torch.tensor(batch.start[1:]) - 1] = True
+    layers.by_id[0].store(*(x[~last].to(device) for x in (k, v, loc, rows)))
+    q = random(len(LENS))[0]
+    maps = WindowMaps(batch.maps.row_of_slot.to(device), batch.maps.slot_of_row.to(device), SINK, RECENT)
+    where = batch.req_to_token.to(device), torch.arange(len(LENS), device=device)
+    decode = TritonDecode(layers)
+    decode.plan(*where, LENS, maps, loc[last].to(device), rows[last].to(device))
+    out = decode.run(
+        0, *(x.to(device) for x in (q, k[last], v[last])), sm_scale=scale, logit_cap=logit_cap, out_dtype=torch.float32
+    )
+    for name in ("k", "v"):
+        mine, theirs = getattr(cache, name), getattr(batch.cache, name)
+        for what, a, b in (("buffer", mine.buffer, theirs.buffer), ("window", mine.window[:-1], theirs.window[:-1])):
+            # Rows that nobody has written hold zeros here, NaN there.
+            a, b = a.cpu().view(torch.uint8), b.nan_to_num(0.0).view(torch.uint8) if what == "window" else b
+            if different := int((a != b).sum()):
+                return f"store: {different} bytes of {name} {what} differ"
+    wanted = reference.decode_attention(q, batch.cache, on_cpu, plan, scale, logit_cap)
     if (sentence := _compare("decode", out, wanted, DECODE_ERROR)) is not None:
         return sentence
+    again = decode.run(0, q.to(device), sm_scale=scale, logit_cap=logit_cap, out_dtype=torch.float32)
+    if not torch.equal(out, again):
+        return "decode: queries prepared with the store give another output than those prepared alone"
+
+    extend = TritonExtend(layers)
     for new in NEW:
-        indptr = [0, 1, 1 + new]
-        q, k, v = random(1 + new, num_qo_heads, dim), random(1 + new, heads, dim), random(1 + new, heads, v_dim)
-        wanted = extend_attention_ref(q, k, v, indptr, expected, reference, plan, scale, logit_cap)
-        moved = (x.to(device) for x in (q, k, v))
-        out = triton_extend.extend_attention(*moved, indptr, got, codec, on_card, scale, logit_cap)
+        qo_indptr, (q, k, v) = [0, 1, 1 + new], random(1 + new)
+        nowhere = torch.full((1 + new,), -1), torch.full((1 + new,), maps.no_row)
+        extend.plan(*where, LENS, qo_indptr, maps, *(x.to(device) for x in nowhere))
+        out = extend.run(0, *(x.to(device) for x in (q, k, v)), sm_scale=scale, logit_cap=logit_cap, out_dtype=torch.float32)
+        stored = on_cpu.k.store(k), on_cpu.v.store(v)
+        wanted = reference.extend_attention(q, *stored, qo_indptr, batch.cache, on_cpu, plan, scale, logit_cap)
         if (sentence := _compare(f"extend by {new} tokens", out, wanted, EXTEND_ERROR)) is not None:
             return sentence
     return None

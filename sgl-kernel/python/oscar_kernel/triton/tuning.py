@@ -1,6 +1,6 @@
 """Launch shapes of the Triton kernels for each kind of card: one small table, with where its figures come from.
 
-An entry is keyed by (architecture, head_dim, group ratio, batch bucket); 0 and "any" stand for any. The most specific entry
+An entry is keyed by (architecture, head_dim, kv_group_num, batch bucket); 0 and "any" stand for any. The most specific entry
 that fits counts. `source` says "estimated" until somebody has measured: estimates come from the machine code
 (docs/gpu_compile_report.md: registers, and instructions of the main loop for 64 tokens), not from a clock.
 `scripts/gpu_check.sh --tune` measures the candidates on a card and prints entries to put here.
@@ -72,42 +72,35 @@ def batch_bucket(bs: int) -> str:
     return "1-4" if bs <= 4 else "5-16" if bs <= 16 else "17+"
 
 
-def choose(arch: str, head_dim: int, ratio: int, bs: int, groups: int = 1, levels: bool = False) -> Launch:
+def decode_launch(arch: str, head_dim: int, kv_group_num: int, bs: int, groups: int = 1) -> Launch:
     """The most specific entry of the table.
 
     Args:
-        arch: key of `ARCHITECTURES`. head_dim: of values. ratio: query heads a KV head. bs: sequences.
-        groups: value groups of a row. levels: whether a side has a level table.
+        arch: key of `ARCHITECTURES`. head_dim: of values. kv_group_num: query heads a KV head. bs: sequences.
+        groups: value groups of a row.
     """
     found = Launch()
     for a in ("any", arch):
         for d in (0, head_dim):
-            for r in (0, ratio):
+            for r in (0, kv_group_num):
                 for b in ("any", batch_bucket(bs)):
                     found = TABLE.get((a, d, r, b), found)
-    if groups > 1:
-        found = replace(found, a_token=False)
-    # A lookup holds its planes longer; with half the tokens no register is spilled.
-    return replace(found, block_n=min(found.block_n, 32)) if levels else found
+    return replace(found, a_token=False) if groups > 1 else found
 
 
-def extend_shape(
-    card: Architecture, columns: int, head_dim: int, v_head_dim: int, groups: int, levels: bool
-) -> tuple[int, int]:
+def extend_launch(card: Architecture, columns: int, head_dim: int, v_head_dim: int, groups: int) -> tuple[int, int]:
     """Queries of a program of the extend kernel, and its warps: as many as the registers hold beside a tile.
 
     Args:
         card: where it runs. columns: queries there are (tokens times query heads of a KV head).
-        head_dim, v_head_dim: of keys and values. groups: value groups of a row. levels: whether a side has a level table.
+        head_dim, v_head_dim: of keys and values. groups: value groups of a row.
     """
-    limit, num_warps = 16 if head_dim + v_head_dim > 256 else 32 if levels else 64, 8
+    limit, num_warps = 16 if head_dim + v_head_dim > 256 else 64, 8
     # Where the report would show a few spilled registers otherwise.
     if card.key == "sm_75":
         limit, num_warps = 16, 4
     elif card.columns == 16:
-        limit = min(limit, 32 if card.key.startswith("gfx9") and groups == 1 and not levels else 16)
-    elif levels and card.key.startswith("sm_12"):
-        limit = 16
+        limit = min(limit, 32 if card.key.startswith("gfx9") and groups == 1 else 16)
     return max(16, min(limit, 1 << max(0, columns - 1).bit_length())), num_warps
 
 
