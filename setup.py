@@ -1,10 +1,10 @@
 """The one build: `oscar`, `oscar_kernel` and the `sglang.srt.oscar` overlay as the distribution `oscar-kv`.
 
-What is the same for every build stands in pyproject.toml. Here is what has to be computed: the version and the pinned SGLang, which
-`oscar/__init__.py` names, the packages, and the C++ library.
+What is the same for every build stands in pyproject.toml. Here is what has to be computed: the version and the pinned SGLang,
+which `oscar/__init__.py` names, the packages, and the C++ library.
 
-`sglang` and `sglang.srt` belong to the upstream wheel, so the overlay's packages are named outright: searching for packages under
-python/ would find nothing (there is no `__init__.py` to find), and adding one would overwrite upstream's.
+`sglang` and `sglang.srt` belong to the upstream wheel, so the overlay's packages are named outright: searching for packages
+under python/ would find nothing (there is no `__init__.py` to find), and adding one would overwrite the one upstream.
 """
 
 import re

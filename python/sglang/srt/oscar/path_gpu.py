@@ -38,12 +38,12 @@ class GpuPath(AttentionPath):
 
     def reserve_graphs(self, max_bs: int) -> None:
         """Make the scratch that the graphs of all batch sizes up to `max_bs` share."""
-        self.layers.reserve(max_bs)
+        self.layers.reserve(max_bs, self.windows.maps)
 
     def prepare_graph(self, bs: int) -> None:
         """Make the buffers of a batch size before its graph is captured; the graph holds their addresses."""
         if bs not in self._graphs:
-            self._graphs[bs] = self.layers.batch_decode(max_bs=bs)
+            self._graphs[bs] = self.layers.graph_decode(bs, self.windows.maps)
 
     def plan_graph(self, batch) -> None:
         """`plan_decode` inside a graph."""
