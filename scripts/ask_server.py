@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from oscar.evaluate.local_server import LocalServer
-from oscar.evaluate.needles import make_needle
+from oscar.evaluation.local_server import LocalServer
+from oscar.evaluation.needles import make_needle
 
 
 def main() -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from oscar import config
-from oscar.evaluate.page import draw, show, write_page
-from oscar.evaluate.run import EvaluationOptions, evaluate
+from oscar.evaluation.page import draw, show, write_page
+from oscar.evaluation.run import EvaluationOptions, evaluate
 from oscar.format.sealed_file import write_whole
 
 

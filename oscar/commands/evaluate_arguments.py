@@ -28,7 +28,7 @@ def add_evaluate(commands, methods: Sequence[str]) -> None:
         type=_names,
         metavar="NAME,NAME",
         help=f"bf16, lossless, int2 (plain 2-bit), {', '.join(methods)}; a method's name with -shared: one transform for all "
-        f"heads of a layer (default: {','.join(config.DEFAULT_ARMS)}; none with --endpoint)",
+        f"heads of a layer (default: {','.join(config.DEFAULT_CONFIGURATIONS)}; none with --endpoint)",
     )
     p.add_argument(
         "--tasks",

@@ -227,7 +227,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _needle(options: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
-    from oscar.evaluate import needles
+    from oscar.evaluation import needles
 
     folder = Path(options.model) if options.model else embedded_model()
     try:

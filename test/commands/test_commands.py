@@ -306,7 +306,7 @@ def test_model_path_and_needle(tmp_path, capsys, monkeypatch, make_tokenizer):
     assert run("model-path") == 0
     assert capsys.readouterr().out.strip() == str(tmp_path)
 
-    from oscar.evaluate import needles
+    from oscar.evaluation import needles
 
     sentences = tuple(f"Sentence number {i} says nothing of interest to anyone." for i in range(50))
     monkeypatch.setattr(needles, "held_out_sentences", lambda: sentences)

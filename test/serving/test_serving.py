@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from oscar.calibration.calibrate import CalibrationOptions, calibrate
 from oscar.embedded import embedded_model
-from oscar.evaluate.local_server import LocalServer
-from oscar.evaluate.needles import held_out_sentences, make_needle
+from oscar.evaluation.local_server import LocalServer
+from oscar.evaluation.needles import held_out_sentences, make_needle
 from oscar.format.artifact import save
 
 NEW_TOKENS, LONG = 24, 60

@@ -18,17 +18,17 @@ from oscar.calibration.options import CalibrationOptions
 from oscar.commands.main import main
 from oscar.embedded import embedded_model
 from oscar.errors import OscarError
-from oscar.evaluate import arms as making
-from oscar.evaluate import tasks
-from oscar.evaluate.endpoint import Endpoint
-from oscar.evaluate.generate import generate
-from oscar.evaluate.local_server import LocalServer
-from oscar.evaluate.needles import make_needle
-from oscar.evaluate.page import draw, hard_table, notes, table
-from oscar.evaluate.reader import Reader
-from oscar.evaluate.run import EvaluationOptions, evaluate
-from oscar.evaluate.task_scores import TaskScores, wilson
-from oscar.evaluate.text_scores import TextScores, read_documents, score_text
+from oscar.evaluation import configurations as making
+from oscar.evaluation import tasks
+from oscar.evaluation.endpoint import Endpoint
+from oscar.evaluation.generate import generate
+from oscar.evaluation.local_server import LocalServer
+from oscar.evaluation.needles import make_needle
+from oscar.evaluation.page import draw, hard_table, notes, table
+from oscar.evaluation.reader import Reader
+from oscar.evaluation.run import EvaluationOptions, evaluate
+from oscar.evaluation.task_scores import TaskScores, wilson
+from oscar.evaluation.text_scores import TextScores, read_documents, score_text
 from oscar.format import artifact, sizing
 from oscar.format.codec import LosslessFormat, RowFormat
 from oscar.format.identity import ModelIdentity
@@ -311,18 +311,18 @@ def test_task_scores():
     assert scores.by_depth() == [[0, 0], [0, 0], [0, 0], [1, 3]]
 
 
-# --- arms -------------------------------------------------------------------------------------------------------------
+# --- configurations ---------------------------------------------------------------------------------------------------
 
 
 def test_bits_count_windows_and_maps():
     identity = ModelIdentity.from_path(embedded_model())
     options = CalibrationOptions(embedded_model(), method="identity")
     shapes = collect(options, identity, None, None, Steps(False), given=[]).layers
-    arm = making.from_method("int2", options, identity, shapes)
+    made = making.from_method("int2", options, identity, shapes)
     elements = 1000 * 4 * 2 * 256
     window = (16 + 2 * 4) * (4 * 2 * 256 * 2 + 8)
-    assert arm.bits_per_element(identity, 1000, (0, 0)) == pytest.approx(2.25 + 8 * sizing.MAP_BYTES * 1000 / elements)
-    assert arm.bits_per_element(identity, 1000, WINDOWS) == pytest.approx(8 * (1000 * 580 + window) / elements)
+    assert made.bits_per_element(identity, 1000, (0, 0)) == pytest.approx(2.25 + 8 * sizing.MAP_BYTES * 1000 / elements)
+    assert made.bits_per_element(identity, 1000, WINDOWS) == pytest.approx(8 * (1000 * 580 + window) / elements)
     assert making.from_method("bf16", options, identity, {}).bits_per_element(identity, 1000, WINDOWS) == 16
     assert making.from_method("lossless", options, identity, {}).bits_per_element(identity, 1000, (0, 0)) > 32
 
@@ -375,9 +375,9 @@ def test_report_and_its_forms(outliers, tmp_path, capsys):
 
 def test_a_served_context_differs_by_rounding(tiny):
     reader, ids = tiny
-    arm = making.Arm("a", _codecs(), RowFormat(32), RowFormat(32))
-    lossless = making.Arm("b", _codecs(LosslessFormat(32)), LosslessFormat(32), LosslessFormat(32))
-    found = [score_text(reader, [ids], 80, [arm, lossless], [WINDOWS], served_context=served) for served in (False, True)]
+    coded = making.Configuration("a", _codecs(), RowFormat(32), RowFormat(32))
+    lossless = making.Configuration("b", _codecs(LosslessFormat(32)), LosslessFormat(32), LosslessFormat(32))
+    found = [score_text(reader, [ids], 80, [coded, lossless], [WINDOWS], served_context=served) for served in (False, True)]
     shared, served = ({name: scores.summary() for (name, _), scores in each.items()} for each in found)
     assert served["b"]["kl_max"] < 1e-9 and shared["b"]["kl_max"] < 1e-9
     assert served["a"]["kl_mean"] == pytest.approx(shared["a"]["kl_mean"], rel=0.5) and served["a"] != shared["a"]

@@ -11,18 +11,19 @@ from torch import Tensor
 
 from oscar.calibration.text import check_file, start_tokens
 from oscar.errors import OscarError
-from oscar.evaluate.arms import Arm
-from oscar.evaluate.reader import Reader, Reading, Windows
+from oscar.evaluation.configurations import Configuration
+from oscar.evaluation.reader import Reader, Reading, Windows
 
 QUARTERS = 4
 """Parts of the continuation that top-1 agreement is also reported for: does the error grow with what was written?"""
 
 
 class TextScores:
-    """Sums of one arm with one size of windows over documents.
+    """Sums of one configuration with one size of windows over documents.
 
-    All in float64 from float32 logits. Divergence is KL(exact || arm) in nats of the next-token distribution after each
-    continuation token; perplexity is that of the continuation's tokens after its first, and its ratio to exact attention's.
+    All in float64 from float32 logits. Divergence is KL(exact || configuration) in nats of the next-token distribution after
+    each continuation token. Perplexity is that of the continuation's tokens after its first, and its ratio to exact
+    attention's.
     """
 
     def __init__(self):
@@ -37,7 +38,7 @@ class TextScores:
 
         Args:
             reading: the document, exactly.
-            logits: [continuation, vocab_size] float32, the arm's.
+            logits: [continuation, vocab_size] float32, the configuration's.
             errors: as `Reader.attention_error` returns them; None: not measured on this document.
         """
         exact, found = (x.double().log_softmax(-1) for x in (reading.logits[1:], logits))
@@ -81,39 +82,43 @@ def score_text(
     reader: Reader,
     documents: Iterable[Tensor],
     context: int,
-    arms: Sequence[Arm],
+    configurations: Sequence[Configuration],
     windows: Sequence[Windows],
     advance: Callable[[int], None] = lambda tokens: None,
     errors_on: int | None = None,
     served_context: bool = False,
 ) -> dict[tuple[str, Windows], TextScores]:
-    """All arms with all windows on the same documents; each is read exactly once and stored once an arm.
+    """All configurations with all windows on the same documents.
+
+    Each document is read exactly once, and stored once for each configuration.
 
     Args:
         reader: of the model.
         documents: [num_tokens] int64 each, all of one length, at least two tokens longer than the context.
         context: tokens of each document that are the context.
-        arms, windows: what to compare.
+        configurations, windows: what to compare.
         advance: told the tokens that are done.
         errors_on: documents, the first ones, that attention's error is measured on too; None: all.
-        served_context: each arm reads the context its own way (`Reader.prefill`) instead of sharing the exact reading.
+        served_context: each configuration reads the context its own way (`Reader.prefill`); otherwise all share the exact
+            reading.
     Returns:
-        (arm's name, windows) -> scores.
+        (configuration's name, windows) -> scores.
     """
-    scores = {(arm.name, w): TextScores() for arm in arms for w in windows}
+    scores = {(configuration.name, w): TextScores() for configuration in configurations for w in windows}
     for number, tokens in enumerate(documents):
         reading = reader.read(tokens, context)
         continuation = tokens[context:].unsqueeze(0)
-        for arm in arms:
+        for configuration in configurations:
             room = continuation.shape[1]
             if served_context:
-                cache, _ = reader.prefill(tokens[:context], arm.codecs, room)
+                cache, _ = reader.prefill(tokens[:context], configuration.codecs, room)
             else:
-                cache = reader.cache([reading], arm.codecs, room)
+                cache = reader.cache([reading], configuration.codecs, room)
             for w in windows:
                 logits = reader.decode(cache, continuation, w)[0]
                 measured = errors_on is None or number < errors_on
-                scores[arm.name, w].add(reading, logits, reader.attention_error(cache, reading, w) if measured else None)
+                errors = reader.attention_error(cache, reading, w) if measured else None
+                scores[configuration.name, w].add(reading, logits, errors)
         advance(len(tokens))
     return scores
 

@@ -1,6 +1,6 @@
 """Tasks whose answers can be graded by a program: seeded, in plain text, the same for every tokenizer.
 
-    retrieval   one fact among filler and four distractors (`oscar.evaluate.needles`); good models saturate it
+    retrieval   one fact among filler and four distractors (`oscar.evaluation.needles`); good models saturate it
     twins       16 facts whose names share an adjective or a noun with others: both fields have to be right
     list        four of eight facts asked for at once
     order       all five codes, in the order in which they appear
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oscar.evaluate import needles
+from oscar.evaluation import needles
 
 HARD = ("twins", "list", "order", "chain", "recite")
 """Tasks of `recall-hard`."""

@@ -17,12 +17,12 @@ from oscar.calibration.load_model import load_model, load_tokenizer
 from oscar.calibration.options import CalibrationOptions, check
 from oscar.calibration.text import end_tokens
 from oscar.errors import OscarError
-from oscar.evaluate import arms as making
-from oscar.evaluate.endpoint import Endpoint
-from oscar.evaluate.reader import Reader
-from oscar.evaluate.task_scores import CHANCE, TaskScores, score_tasks
-from oscar.evaluate.tasks import HARD, MAKERS, Task, make
-from oscar.evaluate.text_scores import TextScores, read_documents, score_text
+from oscar.evaluation import configurations as making
+from oscar.evaluation.endpoint import Endpoint
+from oscar.evaluation.reader import Reader
+from oscar.evaluation.task_scores import CHANCE, TaskScores, score_tasks
+from oscar.evaluation.tasks import HARD, MAKERS, Task, make
+from oscar.evaluation.text_scores import TextScores, read_documents, score_text
 from oscar.format import artifact as artifacts
 from oscar.progress import Steps
 
@@ -42,7 +42,7 @@ class EvaluationOptions:
     Attributes:
         model: model folder.
         methods: names out of bf16, lossless, int2 and `oscar.methods.METHODS`, the latter also with "-shared".
-        artifacts: artifact files, each an arm named after its file.
+        artifacts: artifact files, each a configuration named after its file.
         tasks: names in config.TASKS.
         context: tokens of a prompt, and of what precedes a continuation.
         continuation: tokens that are decoded after it, teacher-forced.
@@ -62,7 +62,7 @@ class EvaluationOptions:
     """
 
     model: str | Path
-    methods: tuple[str, ...] = config.DEFAULT_ARMS
+    methods: tuple[str, ...] = config.DEFAULT_CONFIGURATIONS
     artifacts: tuple[str | Path, ...] = ()
     tasks: tuple[str, ...] = config.TASKS
     context: int = config.DEFAULT_EVALUATION_CONTEXT
@@ -85,7 +85,7 @@ class EvaluationOptions:
 
 
 def evaluate(options: EvaluationOptions) -> dict:
-    """Measure every arm on every task.
+    """Measure every configuration on every task.
 
     Args:
         options: see EvaluationOptions.
@@ -107,29 +107,42 @@ def evaluate(options: EvaluationOptions) -> dict:
     documents = _documents(options, tokenizer) if local and {"perplexity", "divergence"} & set(options.tasks) else []
     windows = options.sink_tokens, options.recent_tokens
     with Steps(options.progress) as steps:
-        arms: list[making.Arm] = []
+        configurations: list[making.Configuration] = []
         text: dict[tuple, TextScores] = {}
         graded: dict[str, dict[tuple, TaskScores]] = {kind: {} for kind in tasks}
         if local:
             model = load_model(options.model, model_config, options.dtype, options.device)
-            arms = _arms(options, calibration, identity, model, model_config, steps)
+            configurations = _configurations(options, calibration, identity, model, model_config, steps)
             reader = Reader(model)
             if documents:
                 with steps.step("text", sum(map(len, documents))) as advance:
                     text = score_text(
-                        reader, documents, options.context, arms, [windows], advance, served_context=options.served_context
+                        reader,
+                        documents,
+                        options.context,
+                        configurations,
+                        [windows],
+                        advance,
+                        served_context=options.served_context,
                     )
             stop = end_tokens(model, tokenizer)
             for kind, asked in tasks.items():
                 with steps.step(kind, sum(task.num_tokens for task in asked)) as advance:
                     graded[kind] = score_tasks(
-                        reader, tokenizer, stop, asked, arms, [windows], advance, served_context=options.served_context
+                        reader,
+                        tokenizer,
+                        stop,
+                        asked,
+                        configurations,
+                        [windows],
+                        advance,
+                        served_context=options.served_context,
                     )
         methods = {}
-        for arm in arms:
-            bits = arm.bits_per_element(identity, options.context, windows)
-            found = {kind: scores[arm.name, windows] for kind, scores in graded.items()}
-            methods[arm.name] = _entry(bits, text.get((arm.name, windows)), found, options.tasks)
+        for configuration in configurations:
+            bits = configuration.bits_per_element(identity, options.context, windows)
+            found = {kind: scores[configuration.name, windows] for kind, scores in graded.items()}
+            methods[configuration.name] = _entry(bits, text.get((configuration.name, windows)), found, options.tasks)
         if server is not None:
             methods["endpoint"] = _ask(server, tasks, identity, options, steps)
     return {
@@ -182,9 +195,9 @@ def _check(options: EvaluationOptions) -> CalibrationOptions:
     )
 
 
-def _arms(
+def _configurations(
     options: EvaluationOptions, calibration: CalibrationOptions, identity, model, model_config, steps
-) -> list[making.Arm]:
+) -> list[making.Configuration]:
     """Methods and artifacts in the order they were given."""
     if options.from_stats is not None:
         layers = saved_statistics.load(options.from_stats, identity).layers
@@ -192,11 +205,11 @@ def _arms(
         layers = collect(calibration, identity, model, model_config, steps).layers
     else:
         layers = collect(replace(calibration, tokens=1, text=()), identity, model, model_config, steps, given=[]).layers
-    arms = [making.from_method(name, calibration, identity, layers, model.device) for name in options.methods]
+    configurations = [making.from_method(name, calibration, identity, layers, model.device) for name in options.methods]
     for file in options.artifacts:
         made = artifacts.load(file, identity, native_layers=True)
-        arms.append(making.from_artifact(made, file, model.device))
-    return arms
+        configurations.append(making.from_artifact(made, file, model.device))
+    return configurations
 
 
 def _documents(options: EvaluationOptions, tokenizer) -> list[torch.Tensor]:
@@ -226,7 +239,7 @@ def _tasks(options: EvaluationOptions, tokenizer) -> dict[str, list[Task]]:
 
 
 def _entry(bits: float | None, text: TextScores | None, graded: dict[str, TaskScores], tasks: tuple[str, ...]) -> dict:
-    """The figures of one arm."""
+    """The figures of one configuration."""
     result: dict = {"bits_per_element": bits}
     if text is not None:
         result |= text.summary("divergence" in tasks, "perplexity" in tasks)
@@ -251,7 +264,7 @@ def _ask(server: Endpoint, tasks: dict[str, list[Task]], identity, options: Eval
 
 
 def _at_chance(methods: dict[str, dict]) -> list[str]:
-    """Hard tasks whose generated answers tell nothing: even the first arm, 16 bits by default, has next to none right."""
+    """Hard tasks whose generated answers tell nothing: even the first configuration, 16 bits by default, has next to none right."""
     first = next(iter(methods.values()))
     return [kind for kind, summary in first.get("recall_hard", {}).items() if summary["exact"] <= CHANCE]
 
