@@ -25,3 +25,5 @@ DEFAULT_PROMPTS = 200
 RECALL_HARD = "recall-hard"
 TASKS = ("retrieval", "perplexity", "divergence", RECALL_HARD)
 """Tasks of `oscar evaluate`."""
+DEFAULT_PLAN_CONTEXTS = (4096, 32768, 131072)
+"""Request lengths of `oscar plan`, in tokens."""

@@ -1,6 +1,6 @@
 """The public implementation's rotation files, read into an artifact. Nothing in them is executed.
 
-A RotationZoo pair (METHOD 2.9) is two torch-pickled dictionaries, one for K and one for V:
+A RotationZoo pair is two torch-pickled dictionaries, one for K and one for V:
 
     {"format_version": 1 or 2, "objective": "qqt_r_h_pbr", "source_grouping": "layer", "layers": {0 or "0": {"rotation": R}}}
 
@@ -54,7 +54,7 @@ def convert(
         sink_tokens, recent_tokens: windows recorded.
         allow_native_layers: let both files lack the same layers, which then stay in 16 bits.
     Raises:
-        OscarError, OscarError: a file cannot be used, or the two do not fit the model.
+        OscarError: a file cannot be used, or the two do not fit the model.
     """
     for name, value in (("k_clip", k_clip), ("v_clip", v_clip)):
         if not 0 < value <= 1:
@@ -129,7 +129,8 @@ def read(
     d, heads = (identity.head_dim if side == "K" else identity.v_head_dim), identity.num_kv_heads
     result, shared = {}, False
     for i in sorted(layers):
-        rotation = layers[i].get("rotation") if isinstance(layers[i], dict) else None
+        entry = layers[i]
+        rotation = entry.get("rotation") if isinstance(entry, dict) else None
         if not isinstance(rotation, Tensor) or not rotation.is_floating_point():
             raise OscarError(f"{path}: layer {i}: expected a tensor of floats as 'rotation', got {_kind(rotation)}")
         if tuple(rotation.shape) not in ((d, d), (heads, d, d)):

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from oscar.calibration.calibrate import build
-from oscar.calibration.options import CalibrationOptions, formats
+from oscar.calibration.check import formats
+from oscar.calibration.options import CalibrationOptions
+from oscar.errors import OscarError
 from oscar.evaluation.reader import Windows
 from oscar.format import sizing
 from oscar.format.artifact import Artifact
@@ -58,11 +60,11 @@ class Configuration:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ValueError unless each is bf16, lossless, or a method with or without "-shared"."""
+    """Raise OscarError unless each is bf16, lossless, or a method with or without "-shared"."""
     known = (BF16, LOSSLESS, *ALIASES, *METHODS)
     for name in names:
         if name not in known and _method(name)[0] not in METHODS:
-            raise ValueError(f"--methods: expected names out of {', '.join(known)}, methods with {SHARED} too, got {name!r}")
+            raise OscarError(f"--methods: expected names out of {', '.join(known)}, methods with {SHARED} too, got {name!r}")
 
 
 def needs_statistics(names: Iterable[str]) -> bool:

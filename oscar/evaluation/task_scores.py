@@ -56,10 +56,10 @@ class TaskScores:
 
     def by_depth(self, parts: int = 4) -> list[list[int]]:
         """[right, asked] in each part of the depth, from the start to the end; empty without depths."""
-        if None in self.depths:
-            return []
         result = [[0, 0] for _ in range(parts)]
         for share, depth in zip(self.shares, self.depths, strict=True):
+            if depth is None:
+                return []
             part = result[min(int(depth * parts), parts - 1)]
             part[0] += share == 1
             part[1] += 1

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from oscar.calibration.sources import split
 from oscar.calibration.text import check_file, start_tokens
 from oscar.errors import OscarError
 from oscar.evaluation.configurations import Configuration
@@ -26,7 +27,7 @@ class TextScores:
     attention's.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.kl: list[Tensor] = []  # a document each, [continuation]
         self.agrees: list[Tensor] = []
         self.loss: list[Tensor] = []  # a document each, [continuation - 1]
@@ -52,7 +53,7 @@ class TextScores:
 
     def summary(self, divergence: bool = True, perplexity: bool = True) -> dict:
         """JSON-able figures; intervals are of the mean over documents, 1.96 standard errors to each side."""
-        result = {}
+        result: dict = {}
         if perplexity:
             more, spread = _mean([a - b for a, b in zip(self.loss, self.exact_loss, strict=True)])
             result |= {
@@ -127,7 +128,8 @@ def read_documents(files: Sequence[str | Path], tokenizer, length: int, count: i
     """Documents of exactly this length, evenly spaced over each file, as many of each as can be.
 
     Args:
-        files: UTF-8 text.
+        files: UTF-8 text, "FILE" or "FILE:TOKENS" each. A file with a budget gives documents of at most so many tokens in all;
+            the others share what is left of the count.
         tokenizer: the model's; its start token, if it adds one, opens every document.
         length: tokens of a document.
         count: documents in all; fewer come back where the files are too short, each part of them used once.
@@ -137,17 +139,31 @@ def read_documents(files: Sequence[str | Path], tokenizer, length: int, count: i
         OscarError: a file cannot be read, or no document fits.
     """
     start, result = start_tokens(tokenizer), []
-    for i, file in enumerate(files):
-        check_file(Path(file))
-        ids = tokenizer(Path(file).read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+    budgets = [(Path(path), tokens) for path, tokens in (split(str(file)) for file in files)]
+    shares = _shares([None if tokens is None else tokens // length for _, tokens in budgets], count)
+    for (path, _), most in zip(budgets, shares, strict=True):
+        check_file(path)
+        ids = tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
         size = length - len(start)
-        wanted = min(count // len(files) + (i < count % len(files)), len(ids) // size)
+        wanted = min(most, len(ids) // size)
         spare = len(ids) - wanted * size
         starts = [n * size + spare * n // max(1, wanted - 1) for n in range(wanted)]
         result += [torch.tensor(start + ids[at : at + size]) for at in starts]
     if not result:
-        names = ", ".join(str(Path(f).name) for f in files)
+        names = ", ".join(path.name for path, _ in budgets)
         raise OscarError(f"--text {names}: expected at least {length} tokens in a row, found fewer; give more text")
+    return result
+
+
+def _shares(given: list[int | None], count: int) -> list[int]:
+    """Documents of each file: those it was given, and an even share of what the count leaves for each of the others."""
+    left, result = count, []
+    for number in given:
+        result.append(0 if number is None else min(number, left))
+        left -= result[-1]
+    without = [i for i, number in enumerate(given) if number is None]
+    for rank, i in enumerate(without):
+        result[i] = left // len(without) + (rank < left % len(without))
     return result
 
 

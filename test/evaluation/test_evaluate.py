@@ -24,9 +24,10 @@ from oscar.evaluation.endpoint import Endpoint
 from oscar.evaluation.generate import generate
 from oscar.evaluation.local_server import LocalServer
 from oscar.evaluation.needles import make_needle
+from oscar.evaluation.options import EvaluationOptions
 from oscar.evaluation.page import draw, hard_table, notes, table
 from oscar.evaluation.reader import Reader
-from oscar.evaluation.run import EvaluationOptions, evaluate
+from oscar.evaluation.run import evaluate
 from oscar.evaluation.task_scores import TaskScores, wilson
 from oscar.evaluation.text_scores import TextScores, read_documents, score_text
 from oscar.format import artifact, sizing
@@ -353,7 +354,8 @@ def test_report_and_its_forms(outliers, tmp_path, capsys):
     folder, file = outliers
     paths = [tmp_path / name for name in ("r.json", "r.png", "r.html")]
     arguments = ["evaluate", "--model", folder, "--artifact", file, "--methods", "bf16,lossless,int2"]
-    arguments += ["--context", 512, "--continuation", 32, "--documents", 3, "--n", 5, "--windows", "4,16"]
+    arguments += ["--context", 512, "--continuation", 32, "--documents", 3, "--n", 5, "--sink-tokens", 4]
+    arguments += ["--recent-tokens", 16]
     arguments += ["--json", paths[0], "--picture", paths[1], "--page", paths[2]]
     assert main([str(a) for a in arguments]) == 0
     report = json.loads(paths[0].read_text())
@@ -413,7 +415,8 @@ def test_refusals(changes, sentence):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--windows", "64"], "expected two numbers of tokens with a comma between them, got '64'"),
+        (["--sink-tokens", "4,16"], "argument --sink-tokens: invalid int value: '4,16'"),
+        (["--sink-tokens", "-1"], "sink_tokens must not be negative, got -1"),
         (["--picture", "r.jpg"], "--picture r.jpg: expected a file that ends in .png"),
         (["--json", "/tmp"], "--json /tmp: expected a file name, got a folder"),
         (["--methods", "int5"], "--methods: expected names out of"),
