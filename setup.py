@@ -39,7 +39,10 @@ setup(
         "sglang.srt.oscar": "python/sglang/srt/oscar",
     },
     cmdclass=build_cpu.CMDCLASS,
-    package_data={"oscar_kernel.cpu": ["*.so"], "oscar": ["embedded/*", "**/*.jinja", "**/*.json", "**/*.md", "**/*.txt"]},
+    package_data={
+        "oscar_kernel.cpu": ["*.so"],
+        "oscar": ["py.typed", "embedded/*", "**/*.jinja", "**/*.json", "**/*.md", "**/*.txt"],
+    },
     install_requires=[
         f"sglang=={CONSTANTS['SGLANG_VERSION']}",
         "matplotlib",

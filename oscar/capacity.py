@@ -118,15 +118,15 @@ def plan(options: PlanOptions) -> CachePlan:
     from oscar.calibration.options import CalibrationOptions
     from oscar.format import sizing
 
-    windows = options.sink_tokens, options.recent_tokens
+    windows = sinks, recent = options.sink_tokens, options.recent_tokens
     skipped = tuple(sorted(set(options.skip_layers)))
     calibration = CalibrationOptions(
         options.model,
-        group_size=options.group_size,
-        skip_layers=skipped,
         method="identity",
-        sink_tokens=windows[0],
-        recent_tokens=windows[1],
+        group_size=options.group_size,
+        sink_tokens=sinks,
+        recent_tokens=recent,
+        skip_layers=skipped,
     )
     identity, _ = check(calibration)
     if options.memory_gib is not None and options.memory_gib <= 0:
