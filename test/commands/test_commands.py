@@ -131,6 +131,29 @@ def test_inspect(made, capsys):
     assert found["file_bytes"] == file.stat().st_size
 
 
+def test_layers_are_in_the_order_of_their_numbers(tiny_models, tmp_path, capsys, monkeypatch):
+    """A file sorts its keys as text: 0, 1, 10, 11, 2. People read 0, 1, 2."""
+    from matplotlib.axes import Axes
+
+    drawn, plot = [], Axes.plot
+
+    def watch(axis, x, *more, **style):
+        drawn.append(list(x))
+        return plot(axis, x, *more, **style)
+
+    monkeypatch.setattr(Axes, "plot", watch)
+    file, model = tmp_path / "a", tiny_models(num_hidden_layers=12)
+    arguments = ("calibrate", "--model", model, "--output", file, "--tokens", 512, "--picture", tmp_path / "a.png")
+    assert run(*arguments) == 0
+    made = capsys.readouterr().out
+    assert run("inspect", file, "--picture", tmp_path / "b.png") == 0
+    for printed in (made, capsys.readouterr().out):
+        assert list(map(int, re.findall(r"layer (\d+) ", printed))) == list(range(12))
+    by_layer = [x for x in drawn if len(x) == 12]
+    assert len(by_layer) == 2 * (7 + 2) and all(x == list(range(12)) for x in by_layer)  # errors, then outlier channels
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
 def test_plan(tiny_models, capsys):
     arguments = ("plan", "--model", tiny_models(head_dim=128), "--context", 100000, "--memory-gib", 1)
     assert run(*arguments, "--json") == 0
