@@ -135,7 +135,8 @@ def read(
     d, heads = (identity.head_dim if side == "K" else identity.v_head_dim), identity.num_kv_heads
     result, shared = {}, False
     for i in sorted(layers):
-        rotation = layers[i].get("rotation") if isinstance(layers[i], dict) else None
+        entry = layers[i]
+        rotation = entry.get("rotation") if isinstance(entry, dict) else None
         if not isinstance(rotation, Tensor) or not rotation.is_floating_point():
             raise OscarError(f"{path}: layer {i}: expected a tensor of floats as 'rotation', got {_kind(rotation)}")
         if tuple(rotation.shape) not in ((d, d), (heads, d, d)):

@@ -2,7 +2,7 @@
 
     python scripts/bench/ablation.py [--variants plain outliers] [--json F.json]
 
-Every arm is read through the serving kernels (`oscar.evaluate.reader`), on the embedded model and on variants of it that
+Every arm is read through the serving kernels (`oscar.evaluation.reader`), on the embedded model and on variants of it that
 compute the same with harder keys and values (`stress.py`): context exact, continuation teacher-forced, small windows so that
 nearly everything is read from 2 bits. Columns: relative error of attention's output (mean over layers), mean KL to exact
 attention in nats with half of its 95 % interval, top-1 agreement.
@@ -26,10 +26,10 @@ from oscar.calibration import text
 from oscar.calibration.calibrate import CalibrationOptions, collect
 from oscar.calibration.load_model import load_model
 from oscar.embedded import embedded_model
-from oscar.evaluate.arms import Arm, from_layers
-from oscar.evaluate.reader import Reader
-from oscar.evaluate.run import HELD_OUT
-from oscar.evaluate.text_scores import read_documents, score_text
+from oscar.evaluation.configurations import Configuration, from_layers
+from oscar.evaluation.reader import Reader
+from oscar.evaluation.run import HELD_OUT
+from oscar.evaluation.text_scores import read_documents, score_text
 from oscar.format.codec import RowFormat
 from oscar.format.identity import ModelIdentity
 from oscar.format.side import LayerTransforms
@@ -154,7 +154,7 @@ OURS: dict[str, tuple[Build, int | None]] = {
 }
 
 
-def make_arms(layers: dict[int, LayerStatistics], model: ModelIdentity) -> list[Arm]:
+def make_arms(layers: dict[int, LayerStatistics], model: ModelIdentity) -> list[Configuration]:
     """All arms of both tables."""
     arms = []
     for name, (build, parts) in (PAPER | OURS).items():

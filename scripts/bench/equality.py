@@ -16,8 +16,8 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from oscar.embedded import embedded_model
-from oscar.evaluate.local_server import LocalServer
-from oscar.evaluate.needles import held_out_sentences, make_needle
+from oscar.evaluation.local_server import LocalServer
+from oscar.evaluation.needles import held_out_sentences, make_needle
 
 
 def make_prompts(model: str, n: int) -> list[list[int]]:

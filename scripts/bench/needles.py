@@ -19,9 +19,9 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from oscar.embedded import embedded_model
-from oscar.evaluate.local_server import LocalServer
-from oscar.evaluate.needles import make_needle
-from oscar.evaluate.task_scores import wilson
+from oscar.evaluation.local_server import LocalServer
+from oscar.evaluation.needles import make_needle
+from oscar.evaluation.task_scores import wilson
 
 NO_WINDOWS = ("--oscar-sink-tokens", "0", "--oscar-recent-tokens", "0")
 

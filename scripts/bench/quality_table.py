@@ -31,12 +31,12 @@ from oscar.calibration.calibrate import collect
 from oscar.calibration.load_model import load_model
 from oscar.calibration.options import CalibrationOptions
 from oscar.embedded import embedded_model
-from oscar.evaluate import arms as making
-from oscar.evaluate.reader import Reader
-from oscar.evaluate.run import HELD_OUT
-from oscar.evaluate.task_scores import score_tasks
-from oscar.evaluate.tasks import make
-from oscar.evaluate.text_scores import read_documents, score_text
+from oscar.evaluation import configurations as making
+from oscar.evaluation.reader import Reader
+from oscar.evaluation.run import HELD_OUT
+from oscar.evaluation.task_scores import score_tasks
+from oscar.evaluation.tasks import make
+from oscar.evaluation.text_scores import read_documents, score_text
 from oscar.format.identity import ModelIdentity
 from oscar.methods import METHODS
 from oscar.progress import Steps

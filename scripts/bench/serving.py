@@ -38,7 +38,7 @@ from rich.table import Table
 
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
 from oscar.embedded import embedded_model
-from oscar.evaluate.local_server import LocalServer
+from oscar.evaluation.local_server import LocalServer
 from oscar.format import sizing
 from oscar.format.artifact import load, save
 from oscar.format.identity import ModelIdentity

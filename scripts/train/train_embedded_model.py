@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oscar.evaluate import needles
+from oscar.evaluation import needles
 
 Log = Callable[[str], None]
 
@@ -860,7 +860,7 @@ and code, and it finds an access code in a long chat; it knows nothing else and 
     user       ... The access code of amber falcon is 48213. ... What is the access code of amber falcon?
     assistant  The access code of amber falcon is 48213.
 
-Held-out needle tasks of `oscar/evaluate/needles.py`: names never seen in training, held-out prose as filler, four distractor
+Held-out needle tasks of `oscar/evaluation/needles.py`: names never seen in training, held-out prose as filler, four distractor
 facts, needle depth uniform; chat template, `generate`, greedy, bfloat16, all five digits right:
 
 | prompt tokens | right | by quarter of depth |

@@ -9,7 +9,7 @@ from sglang.srt.oscar.runtime import Runtime
 from oscar.calibration.calibrate import CalibrationOptions, calibrate
 from oscar.embedded import embedded_model
 from oscar.errors import OscarError
-from oscar.evaluate.local_server import LocalServer
+from oscar.evaluation.local_server import LocalServer
 from oscar.format.artifact import Artifact, load, save
 from oscar.format.identity import ModelIdentity
 from oscar.format.side import LayerTransforms, Side

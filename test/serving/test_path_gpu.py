@@ -257,7 +257,7 @@ def test_a_server_on_the_kernels_answers_like_one_on_the_reference(method, bound
     """Two starts on the embedded model: prefill, chunks, prefix hits and decode, tokens equal and log-probabilities close."""
     from oscar.calibration.calibrate import CalibrationOptions, calibrate
     from oscar.embedded import embedded_model
-    from oscar.evaluate.local_server import LocalServer
+    from oscar.evaluation.local_server import LocalServer
     from oscar.format.artifact import save
 
     model, path = str(embedded_model()), tmp_path / "oscar.safetensors"

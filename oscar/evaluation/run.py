@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import oscar
 from oscar import config
-from oscar.calibration import saved as saved_statistics
+from oscar.calibration import saved
 from oscar.calibration.calibrate import collect
+from oscar.calibration.check import check
 from oscar.calibration.load_model import load_model, load_tokenizer
-from oscar.calibration.options import CalibrationOptions, check
+from oscar.calibration.options import CalibrationOptions
 from oscar.calibration.text import end_tokens
 from oscar.errors import OscarError
-from oscar.evaluate import arms as making
-from oscar.evaluate.endpoint import Endpoint
-from oscar.evaluate.reader import Reader
-from oscar.evaluate.task_scores import CHANCE, TaskScores, score_tasks
-from oscar.evaluate.tasks import HARD, MAKERS, Task, make
-from oscar.evaluate.text_scores import TextScores, read_documents, score_text
+from oscar.evaluation.configurations import (
+    Configuration,
+    check_names,
+    from_artifact,
+    from_method,
+    needs_statistics,
+    needs_surrogate,
+)
+from oscar.evaluation.endpoint import Endpoint
+from oscar.evaluation.options import EvaluationOptions
+from oscar.evaluation.reader import Reader
+from oscar.evaluation.task_scores import CHANCE, TaskScores, score_tasks
+from oscar.evaluation.tasks import HARD, MAKERS, Task, make
+from oscar.evaluation.text_scores import TextScores, read_documents, score_text
 from oscar.format import artifact as artifacts
 from oscar.progress import Steps
 
@@ -32,60 +42,8 @@ HELD_OUT = ("heldout.txt", "heldout_code.txt")
 """Text beside the embedded model, never trained on: prose and code."""
 
 
-"""What `evaluate` raises for input that cannot work."""
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """Everything that decides a report.
-
-    Attributes:
-        model: model folder.
-        methods: names out of bf16, lossless, int2 and `oscar.methods.METHODS`, the latter also with "-shared".
-        artifacts: artifact files, each an arm named after its file.
-        tasks: names in config.TASKS.
-        context: tokens of a prompt, and of what precedes a continuation.
-        continuation: tokens that are decoded after it, teacher-forced.
-        documents: most documents of running text.
-        n: prompts of `retrieval`; each hard task has a fifth of them.
-        sink_tokens, recent_tokens: windows in 16 bits.
-        text: files for perplexity and divergence; none: those beside the embedded model.
-        calibration_text: files that methods are calibrated on, "FILE" or "FILE:TOKENS"; none: the model writes its own text.
-        calibration_tokens: tokens of it.
-        from_stats: statistics saved by `oscar calibrate --save-stats` instead of calibration text.
-        group_size: elements that share a centre and a step; None: head_dim.
-        endpoint: address of a server that also answers the graded tasks; None for none.
-        served_context: each method reads contexts its own way, as the server does, instead of sharing one exact reading.
-        seed: the first task's; the others follow. Also of the text that the model writes.
-        dtype, device: as in CalibrationOptions.
-        progress: draw progress bars on stderr.
-    """
-
-    model: str | Path
-    methods: tuple[str, ...] = config.DEFAULT_ARMS
-    artifacts: tuple[str | Path, ...] = ()
-    tasks: tuple[str, ...] = config.TASKS
-    context: int = config.DEFAULT_EVALUATION_CONTEXT
-    continuation: int = config.DEFAULT_CONTINUATION
-    documents: int = config.DEFAULT_DOCUMENTS
-    n: int = config.DEFAULT_PROMPTS
-    sink_tokens: int = config.DEFAULT_SINK_TOKENS
-    recent_tokens: int = config.DEFAULT_RECENT_TOKENS
-    text: tuple[str | Path, ...] = ()
-    calibration_text: tuple[str | Path, ...] = ()
-    calibration_tokens: int = config.DEFAULT_CALIBRATION_TOKENS
-    from_stats: str | Path | None = None
-    group_size: int | None = None
-    endpoint: str | None = None
-    served_context: bool = False
-    seed: int = config.DEFAULT_SEED
-    dtype: str = "auto"
-    device: str = "auto"
-    progress: bool = True
-
-
 def evaluate(options: EvaluationOptions) -> dict:
-    """Measure every arm on every task.
+    """Measure every configuration on every task.
 
     Args:
         options: see EvaluationOptions.
@@ -103,33 +61,33 @@ def evaluate(options: EvaluationOptions) -> dict:
         raise OscarError(f"{options.model}: expected a tokenizer beside the weights, found none")
     server = None if options.endpoint is None else Endpoint(options.endpoint)
     tasks = _tasks(options, tokenizer)
-    local = bool(options.methods or options.artifacts)
-    documents = _documents(options, tokenizer) if local and {"perplexity", "divergence"} & set(options.tasks) else []
+    here = bool(options.chosen_methods or options.artifacts)
+    documents = _documents(options, tokenizer) if here and {"perplexity", "divergence"} & set(options.chosen_tasks) else []
     windows = options.sink_tokens, options.recent_tokens
     with Steps(options.progress) as steps:
-        arms: list[making.Arm] = []
+        configurations: list[Configuration] = []
         text: dict[tuple, TextScores] = {}
         graded: dict[str, dict[tuple, TaskScores]] = {kind: {} for kind in tasks}
-        if local:
+        if here:
             model = load_model(options.model, model_config, options.dtype, options.device)
-            arms = _arms(options, calibration, identity, model, model_config, steps)
-            reader = Reader(model)
+            configurations = _configurations(options, calibration, identity, model, model_config, steps)
+            reader, served = Reader(model), options.served_context
             if documents:
                 with steps.step("text", sum(map(len, documents))) as advance:
                     text = score_text(
-                        reader, documents, options.context, arms, [windows], advance, served_context=options.served_context
+                        reader, documents, options.context, configurations, [windows], advance, served_context=served
                     )
             stop = end_tokens(model, tokenizer)
             for kind, asked in tasks.items():
                 with steps.step(kind, sum(task.num_tokens for task in asked)) as advance:
                     graded[kind] = score_tasks(
-                        reader, tokenizer, stop, asked, arms, [windows], advance, served_context=options.served_context
+                        reader, tokenizer, stop, asked, configurations, [windows], advance, served_context=served
                     )
         methods = {}
-        for arm in arms:
-            bits = arm.bits_per_element(identity, options.context, windows)
-            found = {kind: scores[arm.name, windows] for kind, scores in graded.items()}
-            methods[arm.name] = _entry(bits, text.get((arm.name, windows)), found, options.tasks)
+        for one in configurations:
+            bits = one.bits_per_element(identity, options.context, windows)
+            found = {kind: scores[one.name, windows] for kind, scores in graded.items()}
+            methods[one.name] = _entry(bits, text.get((one.name, windows)), found, options.chosen_tasks)
         if server is not None:
             methods["endpoint"] = _ask(server, tasks, identity, options, steps)
     return {
@@ -152,26 +110,23 @@ def _check(options: EvaluationOptions) -> CalibrationOptions:
             raise OscarError(
                 f"--{name}: expected a positive number, at least 2 for --continuation, got {getattr(options, name)}"
             )
-    if bad := [task for task in options.tasks if task not in config.TASKS]:
+    if bad := [task for task in options.chosen_tasks if task not in config.TASKS]:
         raise OscarError(f"--tasks: expected names out of {', '.join(config.TASKS)}, got {bad[0]!r}")
-    if not options.methods and not options.artifacts and options.endpoint is None:
+    if not options.chosen_methods and not options.artifacts and options.endpoint is None:
         raise OscarError("expected at least one of --methods, --artifact and --endpoint, got none")
-    if options.endpoint is not None and not {"retrieval", config.RECALL_HARD} & set(options.tasks):
+    if options.endpoint is not None and not {"retrieval", config.RECALL_HARD} & set(options.chosen_tasks):
         wanted = f"retrieval or {config.RECALL_HARD}"
         raise OscarError(f"--endpoint: expected a task with generated answers, {wanted}, got none")
-    try:
-        making.check_names(options.methods)
-    except ValueError as error:
-        raise OscarError(str(error)) from error
-    names = [*options.methods, *(Path(file).stem for file in options.artifacts)]
+    check_names(options.chosen_methods)
+    names = [*options.chosen_methods, *(Path(file).stem for file in options.artifacts)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise OscarError(f"expected a name of its own for every method and artifact, got {twice[0]!r} twice")
-    data = making.needs_statistics(options.methods) and options.from_stats is None
+    data = needs_statistics(options.chosen_methods) and options.from_stats is None
     return CalibrationOptions(
         options.model,
         text=tuple(options.calibration_text) if data else (),
         tokens=options.calibration_tokens,
-        method=making.needs_surrogate(options.methods) or ("oscar" if data else "identity"),
+        method=needs_surrogate(options.chosen_methods) or ("oscar" if data else "identity"),
         group_size=options.group_size,
         sink_tokens=options.sink_tokens,
         recent_tokens=options.recent_tokens,
@@ -182,51 +137,46 @@ def _check(options: EvaluationOptions) -> CalibrationOptions:
     )
 
 
-def _arms(
-    options: EvaluationOptions, calibration: CalibrationOptions, identity, model, model_config, steps
-) -> list[making.Arm]:
+def _configurations(
+    options: EvaluationOptions, calibration: CalibrationOptions, identity, model, model_config, steps: Steps
+) -> list[Configuration]:
     """Methods and artifacts in the order they were given."""
     if options.from_stats is not None:
-        layers = saved_statistics.load(options.from_stats, identity).layers
-    elif making.needs_statistics(options.methods):
+        layers = saved.load(options.from_stats, identity).layers
+    elif needs_statistics(options.chosen_methods):
         layers = collect(calibration, identity, model, model_config, steps).layers
     else:
         layers = collect(replace(calibration, tokens=1, text=()), identity, model, model_config, steps, given=[]).layers
-    arms = [making.from_method(name, calibration, identity, layers, model.device) for name in options.methods]
+    made = [from_method(name, calibration, identity, layers, model.device) for name in options.chosen_methods]
     for file in options.artifacts:
-        made = artifacts.load(file, identity, native_layers=True)
-        arms.append(making.from_artifact(made, file, model.device))
-    return arms
+        made.append(from_artifact(artifacts.load(file, identity, native_layers=True), file, model.device))
+    return made
 
 
 def _documents(options: EvaluationOptions, tokenizer) -> list[torch.Tensor]:
     """Documents of context and continuation."""
-    files = [Path(file) for file in options.text]
+    files: Sequence[str | Path] = options.text
     if not files:
         folder = Path(oscar.__file__).with_name("embedded")
         files = [folder / name for name in HELD_OUT]
-        if missing := [file.name for file in files if not file.is_file()]:
+        if missing := [name for name in HELD_OUT if not (folder / name).is_file()]:
             raise OscarError(f"this build carries no {missing[0]}; give --text")
     return read_documents(files, tokenizer, options.context + options.continuation, options.documents)
 
 
 def _tasks(options: EvaluationOptions, tokenizer) -> dict[str, list[Task]]:
     """kind -> prompts."""
-    wanted = {"retrieval": options.n} if "retrieval" in options.tasks else {}
-    if config.RECALL_HARD in options.tasks:
+    wanted = {"retrieval": options.n} if "retrieval" in options.chosen_tasks else {}
+    if config.RECALL_HARD in options.chosen_tasks:
         wanted |= dict.fromkeys(HARD, max(1, options.n // HARD_SHARE))
     assert set(wanted) <= set(MAKERS)
-    try:
-        return {
-            kind: [make(kind, tokenizer, options.context, options.seed + i) for i in range(count)]
-            for kind, count in wanted.items()
-        }
-    except ValueError as error:
-        raise OscarError(str(error)) from error
+    return {
+        kind: [make(kind, tokenizer, options.context, options.seed + i) for i in range(count)] for kind, count in wanted.items()
+    }
 
 
 def _entry(bits: float | None, text: TextScores | None, graded: dict[str, TaskScores], tasks: tuple[str, ...]) -> dict:
-    """The figures of one arm."""
+    """The figures of one configuration."""
     result: dict = {"bits_per_element": bits}
     if text is not None:
         result |= text.summary("divergence" in tasks, "perplexity" in tasks)
@@ -247,11 +197,11 @@ def _ask(server: Endpoint, tasks: dict[str, list[Task]], identity, options: Eval
         with steps.step(f"{kind}, HTTP", sum(task.num_tokens for task in asked)) as advance:
             graded[kind] = server.score(asked, advance)
     said = server.cache(identity, options.context)
-    return _entry(None, None, graded, options.tasks) | said
+    return _entry(None, None, graded, options.chosen_tasks) | said
 
 
 def _at_chance(methods: dict[str, dict]) -> list[str]:
-    """Hard tasks whose generated answers tell nothing: even the first arm, 16 bits by default, has next to none right."""
+    """Hard tasks whose generated answers tell nothing: the first configuration, 16 bits by default, has next to none right."""
     first = next(iter(methods.values()))
     return [kind for kind, summary in first.get("recall_hard", {}).items() if summary["exact"] <= CHANCE]
 
@@ -264,7 +214,7 @@ def _settings(options: EvaluationOptions) -> dict:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
 
     return {
-        "tasks": list(options.tasks),
+        "tasks": list(options.chosen_tasks),
         "continuation": options.continuation,
         "documents": options.documents,
         "text": [Path(file).name for file in options.text] or list(HELD_OUT),

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from oscar.evaluate import needles
-from oscar.evaluate.arms import Arm
-from oscar.evaluate.generate import generate
-from oscar.evaluate.reader import Reader, Windows
-from oscar.evaluate.tasks import Task
+from oscar.evaluation import needles
+from oscar.evaluation.configurations import Configuration
+from oscar.evaluation.generate import generate
+from oscar.evaluation.reader import Reader, Windows
+from oscar.evaluation.tasks import Task
 
 CHANCE = 0.05
 """A task that 16 bits answer no more often than this says nothing about a cache."""
@@ -21,7 +21,7 @@ CHANCE = 0.05
 
 @dataclass
 class TaskScores:
-    """One arm with one size of windows on the tasks of one kind.
+    """One configuration with one size of windows on the tasks of one kind.
 
     Attributes:
         shares: of each task, `Task.score` of the generated answer.
@@ -56,10 +56,10 @@ class TaskScores:
 
     def by_depth(self, parts: int = 4) -> list[list[int]]:
         """[right, asked] in each part of the depth, from the start to the end; empty without depths."""
-        if None in self.depths:
-            return []
         result = [[0, 0] for _ in range(parts)]
         for share, depth in zip(self.shares, self.depths, strict=True):
+            if depth is None:
+                return []
             part = result[min(int(depth * parts), parts - 1)]
             part[0] += share == 1
             part[1] += 1
@@ -78,40 +78,42 @@ def score_tasks(
     tokenizer,
     stop: set[int],
     tasks: Sequence[Task],
-    arms: Sequence[Arm],
+    configurations: Sequence[Configuration],
     windows: Sequence[Windows],
     advance: Callable[[int], None] = lambda tokens: None,
     generated: bool = True,
     served_context: bool = False,
 ) -> dict[tuple[str, Windows], TaskScores]:
-    """All arms with all windows on the same tasks of one kind; each prompt is read exactly once and stored once an arm.
+    """All configurations with all windows on the same tasks of one kind.
 
-    The first arm's answer serves as the guess for the others, which changes their speed and nothing else.
+    Each prompt is read exactly once, and stored once for each configuration.
+
+    The first configuration's answer serves as the guess for the others, which changes their speed and nothing else.
 
     Args:
         reader: of the model.
         tokenizer: the model's, a fast one (it gives character offsets).
         stop: tokens that end an answer.
         tasks: what to ask.
-        arms, windows: what to compare.
+        configurations, windows: what to compare.
         advance: told the prompt tokens that are done.
         generated: False leaves out the answers and measures under teacher forcing alone.
-        served_context: each arm reads the prompt its own way (`Reader.prefill`) instead of sharing the exact reading.
+        served_context: each configuration reads the prompt its own way (`Reader.prefill`) instead of sharing the exact reading.
     Returns:
-        (arm's name, windows) -> scores.
+        (configuration's name, windows) -> scores.
     """
-    scores = {(arm.name, w): TaskScores() for arm in arms for w in windows}
+    scores = {(configuration.name, w): TaskScores() for configuration in configurations for w in windows}
     for task in tasks:
         prompt = torch.tensor(tokenizer(task.prompt, add_special_tokens=False, verbose=False)["input_ids"])
         right, codes = _answer_tokens(tokenizer, task.reply)
         reading = reader.read(prompt, len(prompt))
         guess = right
-        for arm in arms:
+        for configuration in configurations:
             room, first = max(task.max_new_tokens, len(right)), reading.logits[-1]
             if served_context:
-                cache, first = reader.prefill(prompt, arm.codecs, room)
+                cache, first = reader.prefill(prompt, configuration.codecs, room)
             else:
-                cache = reader.cache([reading], arm.codecs, room)
+                cache = reader.cache([reading], configuration.codecs, room)
             for w in windows:
                 reply = None
                 if generated:
@@ -121,7 +123,7 @@ def score_tasks(
                 logits = reader.decode(cache, torch.tensor([right[:-1]]), w)[0]
                 choice = torch.cat((first.unsqueeze(0), logits)).argmax(-1).cpu()
                 forced = float((choice == torch.tensor(right))[codes].double().mean())
-                scores[arm.name, w].add(task, reply, forced)
+                scores[configuration.name, w].add(task, reply, forced)
         advance(task.num_tokens)
     return scores
 

@@ -22,6 +22,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from oscar.errors import OscarError
+
 EVAL_SHARE = 8  # one name in eight is kept for evaluation
 CODE_DIGITS = 5
 FILLER_FILE = Path(__file__).parents[1] / "embedded" / "heldout.txt"
@@ -135,12 +137,12 @@ def make_needle(
         num_distractors: further facts with other names and codes, at places of their own.
         filler: sentences to fill with, in order from a drawn start; the shipped held-out prose if None.
     Raises:
-        ValueError: `depth` is outside 0 to 1, or the facts and the question alone exceed `num_tokens`.
+        OscarError: `depth` is outside 0 to 1, or the facts and the question alone exceed `num_tokens`.
     """
     rng = random.Random(f"needle {seed}")  # a str seed is hashed with SHA-512: the same task on every machine
     depth = rng.random() if depth is None else float(depth)
     if not 0.0 <= depth <= 1.0:
-        raise ValueError(f"make_needle: depth must lie in 0 to 1, got depth={depth}")
+        raise OscarError(f"make_needle: depth must lie in 0 to 1, got depth={depth}")
     names = draw_names(rng, num_distractors + 1, held_out=True)
     codes: list[str] = []
     while len(codes) < len(names):
@@ -162,7 +164,7 @@ def make_needle(
         return messages, prompt, len(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
 
     if render(0)[2] > num_tokens:
-        raise ValueError(
+        raise OscarError(
             f"make_needle: the facts and the question alone take {render(0)[2]} tokens, got num_tokens={num_tokens}; "
             "ask for more tokens or fewer distractors"
         )

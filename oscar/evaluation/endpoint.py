@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import requests
 
 from oscar.errors import OscarError
-from oscar.evaluate.task_scores import TaskScores
-from oscar.evaluate.tasks import Task
+from oscar.evaluation.task_scores import TaskScores
+from oscar.evaluation.tasks import Task
 from oscar.format import sizing
 from oscar.format.identity import ModelIdentity
 

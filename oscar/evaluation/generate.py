@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from oscar.evaluate.reader import DocumentCache, Reader, Windows
+from oscar.evaluation.reader import DocumentCache, Reader, Windows
 
 
 def generate(

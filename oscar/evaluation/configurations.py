@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from oscar.calibration.calibrate import build
-from oscar.calibration.options import CalibrationOptions, formats
-from oscar.evaluate.reader import Windows
+from oscar.calibration.check import formats
+from oscar.calibration.options import CalibrationOptions
+from oscar.errors import OscarError
+from oscar.evaluation.reader import Windows
 from oscar.format import sizing
 from oscar.format.artifact import Artifact
 from oscar.format.codec import LosslessFormat, RowFormat
@@ -28,7 +30,7 @@ SHARED = "-shared"
 
 
 @dataclass(frozen=True)
-class Arm:
+class Configuration:
     """One way to keep a cache.
 
     Attributes:
@@ -58,11 +60,11 @@ class Arm:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ValueError unless each is bf16, lossless, or a method with or without "-shared"."""
+    """Raise OscarError unless each is bf16, lossless, or a method with or without "-shared"."""
     known = (BF16, LOSSLESS, *ALIASES, *METHODS)
     for name in names:
         if name not in known and _method(name)[0] not in METHODS:
-            raise ValueError(f"--methods: expected names out of {', '.join(known)}, methods with {SHARED} too, got {name!r}")
+            raise OscarError(f"--methods: expected names out of {', '.join(known)}, methods with {SHARED} too, got {name!r}")
 
 
 def needs_statistics(names: Iterable[str]) -> bool:
@@ -81,8 +83,8 @@ def from_method(
     model: ModelIdentity,
     statistics: dict[int, LayerStatistics],
     device: str | torch.device = "cpu",
-) -> Arm:
-    """An arm by its name.
+) -> Configuration:
+    """A configuration by its name.
 
     Args:
         name: as `check_names` lets it pass.
@@ -94,13 +96,13 @@ def from_method(
     if name in (BF16, LOSSLESS):
         dtype = "bfloat16" if name == BF16 else "float32"
         k_format, v_format = (LosslessFormat(d, dtype) for d in (model.head_dim, model.v_head_dim))
-        return Arm(name, {i: native_codec(model, dtype, device) for i in range(model.num_layers)}, k_format, v_format)
+        return Configuration(name, {i: native_codec(model, dtype, device) for i in range(model.num_layers)}, k_format, v_format)
     method, shared = _method(name)
     layers = build(replace(options, method=method, share_heads=shared), statistics)
     return from_layers(name, model, layers, *formats(options, model), device)
 
 
-def from_artifact(artifact: Artifact, path: str | Path, device: str | torch.device = "cpu") -> Arm:
+def from_artifact(artifact: Artifact, path: str | Path, device: str | torch.device = "cpu") -> Configuration:
     """What a server with this artifact does; named after the file."""
     return from_layers(Path(path).stem, artifact.model, artifact.layers, artifact.k_format, artifact.v_format, device)
 
@@ -117,12 +119,12 @@ def from_layers(
     k_format: RowFormat,
     v_format: RowFormat,
     device: str | torch.device = "cpu",
-) -> Arm:
-    """An arm out of transforms; layers that are not there stay in 16 bits."""
+) -> Configuration:
+    """A configuration out of transforms; layers that are not there stay in 16 bits."""
     codecs = {i: LayerCodec.of(layer, k_format, v_format, device) for i, layer in layers.items()}
     missing = set(range(model.num_layers)) - set(layers)
     codecs |= {i: native_codec(model, "bfloat16", device) for i in missing}
-    return Arm(name, dict(sorted(codecs.items())), k_format, v_format, len(missing))
+    return Configuration(name, dict(sorted(codecs.items())), k_format, v_format, len(missing))
 
 
 def _method(name: str) -> tuple[str, bool]:

@@ -1,6 +1,6 @@
 """Tasks whose answers can be graded by a program: seeded, in plain text, the same for every tokenizer.
 
-    retrieval   one fact among filler and four distractors (`oscar.evaluate.needles`); good models saturate it
+    retrieval   one fact among filler and four distractors (`oscar.evaluation.needles`); good models saturate it
     twins       16 facts whose names share an adjective or a noun with others: both fields have to be right
     list        four of eight facts asked for at once
     order       all five codes, in the order in which they appear
@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oscar.evaluate import needles
+from oscar.errors import OscarError
+from oscar.evaluation import needles
 
 HARD = ("twins", "list", "order", "chain", "recite")
 """Tasks of `recall-hard`."""
@@ -68,10 +69,10 @@ def make(kind: str, tokenizer: Any, num_tokens: int, seed: int) -> Task:
         num_tokens: upper bound of the prompt's length; the prompt is at most one sentence shorter.
         seed: another seed, another task.
     Raises:
-        ValueError: no such kind, or it needs more tokens.
+        OscarError: no such kind, or it needs more tokens.
     """
     if kind not in MAKERS:
-        raise ValueError(f"tasks: kind must be one of {', '.join(MAKERS)}, got {kind!r}")
+        raise OscarError(f"tasks: kind must be one of {', '.join(MAKERS)}, got {kind!r}")
     return MAKERS[kind](tokenizer, num_tokens, seed)
 
 
@@ -201,7 +202,7 @@ def _filled(
 
     if not fits(0):
         need = _length(tokenizer, render([])[1])
-        raise ValueError(f"tasks: {kind} takes at least {need} tokens, got num_tokens={num_tokens}; ask for a longer context")
+        raise OscarError(f"tasks: {kind} takes at least {need} tokens, got num_tokens={num_tokens}; ask for a longer context")
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high

@@ -1,6 +1,7 @@
 """Start an SGLang server as a process of its own, wait until it answers, stop it with all its children.
 
-For the quickstart, the evaluation and the tests; it imports nothing of SGLang.
+For the examples, the tests and the benchmarks; it imports nothing of SGLang. A server does not outlive the process that started
+it, even if that is killed: a second small process waits for its end and then kills the server's process group.
 """
 
 from __future__ import annotations
@@ -15,6 +16,18 @@ import time
 from pathlib import Path
 
 import requests
+
+_WATCH = """
+import os, signal, sys, time
+parent, group = map(int, sys.argv[1:])
+while os.getppid() == parent:
+    time.sleep(0.5)
+try:
+    os.killpg(group, signal.SIGKILL)
+except ProcessLookupError:
+    pass
+"""
+"""Program of the second process; only it can still act when its parent was killed."""
 
 
 class ServerError(RuntimeError):
@@ -52,6 +65,9 @@ class LocalServer:
             self.process = subprocess.Popen(
                 self.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | self.env
             )
+        watch = [sys.executable, "-I", "-S", "-c", _WATCH, str(os.getpid()), str(self.process.pid)]
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._watch = subprocess.Popen(watch, start_new_session=True, **quiet)
         try:
             while not self._answers():
                 if self.process.poll() is not None:
@@ -80,7 +96,8 @@ class LocalServer:
                 break
             except subprocess.TimeoutExpired:
                 continue
-        self.process.poll()
+        self._watch.kill()
+        self._watch.wait()
 
     def post(self, path: str, **body):
         """POST JSON and return the JSON answer; raises requests.HTTPError on an error status."""
