@@ -12,9 +12,9 @@ import argparse
 import json
 from pathlib import Path
 
+import setups
 from transformers import AutoConfig
 
-from oscar.embedded import embedded_model
 from oscar.format import sizing
 from oscar.format.codec import RowFormat
 
@@ -36,29 +36,20 @@ def bits_per_element(model: Path, tokens: int, windows: tuple[int, int]) -> floa
     return 16 * (rows + window) / (tokens * sizing.bytes_per_token_16_bit(*geometry, head_dim, head_dim))
 
 
-def label(name: str, cache: dict | None) -> str:
-    """A configuration's name and its windows, on two lines."""
-    if cache is None:
-        return name
-    sizes = cache["sink_tokens"], cache["recent_tokens"]
-    method = "plain INT2" if cache["method"] == "identity" else cache["method"]
-    return f"{method},\n" + (f"windows {sizes[0]}/{sizes[1]}" if any(sizes) else "no windows")
-
-
-def draw_bits(axis, model: Path, arms: dict) -> None:
+def draw_bits(axis, model: Path, configurations: dict) -> None:
     """Bits an element of each configuration of needles.py, and what two lengths come to in tokens for the same memory."""
-    for name, arm in arms.items():
-        cache = arm["cache"]
+    for name, found in configurations.items():
+        cache = found["cache"]
         windows = (cache["sink_tokens"], cache["recent_tokens"]) if cache else (0, 0)
         bits = [bits_per_element(model, n, windows) if cache else 16.0 for n in LENGTHS]
         axis.plot(LENGTHS, bits, STYLES[name], color=COLOURS[name], linewidth=2)
         for n in MARKED if any(windows) else ():
-            found = bits_per_element(model, n, windows)
-            axis.plot(n, found, "o", color=COLOURS[name])
+            at_length = bits_per_element(model, n, windows)
+            axis.plot(n, at_length, "o", color=COLOURS[name])
             at = {"xytext": (8, 6), "ha": "left"} if n == MARKED[0] else {"xytext": (4, 10), "ha": "right"}
-            text = f"{found:.2f} bits at {n:,} tokens:\n{16 / found:.1f}x the tokens of BF16"
-            axis.annotate(text, (n, found), textcoords="offset points", va="bottom", **at)
-        text = label(name, cache).replace("\n", " ")
+            text = f"{at_length:.2f} bits at {n:,} tokens:\n{16 / at_length:.1f}x the tokens of BF16"
+            axis.annotate(text, (n, at_length), textcoords="offset points", va="bottom", **at)
+        text = setups.label(name, cache)
         if any(windows):
             at, offset, side = (LENGTHS[0], bits[0]), (10, 2), "left"
         elif cache:
@@ -74,17 +65,17 @@ def draw_bits(axis, model: Path, arms: dict) -> None:
 
 def draw_found(axis, record: dict) -> None:
     """Facts found, with intervals."""
-    arms = record["arms"]
-    names = [label(name, arm["cache"]) for name, arm in arms.items()]
-    exact = [100 * arm["exact"] for arm in arms.values()]
-    bounds = [[100 * bound for bound in arm["interval"]] for arm in arms.values()]
+    found = list(record["arms"].values())
+    names = [setups.label(name, one["cache"]).replace(", ", ",\n") for name, one in record["arms"].items()]
+    exact = [100 * one["exact"] for one in found]
+    bounds = [[100 * bound for bound in one["interval"]] for one in found]
     # An interval's end may miss 100 % by a rounding error.
     errors = [[max(0, e - low), max(0, high - e)] for e, (low, high) in zip(exact, bounds, strict=True)]
-    spans = list(zip(*errors, strict=True))
-    axis.bar(names, exact, color=[COLOURS[name] for name in arms], yerr=spans, capsize=5, width=0.65)
-    for x, arm in enumerate(arms.values()):
-        found = round(arm["exact"] * arm["n"])
-        axis.text(x, max(exact[x], bounds[x][1]) + 2, f"{found} of {arm['n']}", ha="center", va="bottom")
+    colours = [COLOURS[name] for name in record["arms"]]
+    axis.bar(names, exact, color=colours, yerr=list(zip(*errors, strict=True)), capsize=5, width=0.65)
+    for x, one in enumerate(found):
+        text = f"{round(one['exact'] * one['n'])} of {one['n']}"
+        axis.text(x, max(exact[x], bounds[x][1]) + 2, text, ha="center", va="bottom")
     axis.set(ylim=(0, 115), yticks=range(0, 101, 25), ylabel="found, % (95 % interval)")
     axis.set_title(f"{record['n']} facts in prompts of {record['tokens']:,} tokens", fontsize=11)
 
@@ -93,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figures", type=Path, help="JSON of needles.py --json")
     parser.add_argument("output", type=Path, help="PNG to write")
-    parser.add_argument("--model", type=Path, default=embedded_model(), help="model whose bits are counted (default: embedded)")
+    setups.add_model(parser, "model whose bits are counted")
     args = parser.parse_args()
 
     import matplotlib

@@ -104,29 +104,29 @@ def run_case(shape: Shape, ctx: int, bs: int, args, buffer: Tensor, vllm: VllmWo
     q = torch.randn(bs, shape.num_qo_heads, shape.head_dim, dtype=torch.bfloat16)
     slots = common.paged_slots(bs, ctx, args.page_size)
     ours, error = int2(shape, slots, q, args.sink_tokens, args.recent_tokens)
-    all_ways = [ours, bf16(shape, slots, q)]
+    configurations = [ours, bf16(shape, slots, q)]
     if "sdpa" in args.peers:
-        all_ways += peers.sdpa(shape, bs, ctx, q)
+        configurations += peers.sdpa(shape, bs, ctx, q)
     if vllm is not None:
-        all_ways.append(vllm.configuration(shape, bs, ctx, args.threads))
-    times: dict[str, list[float]] = {way.name: [] for way in all_ways}
+        configurations.append(vllm.configuration(shape, bs, ctx, args.threads))
+    times: dict[str, list[float]] = {configuration.name: [] for configuration in configurations}
     bandwidth = []
-    for way in all_ways:
-        way.run(0)
+    for configuration in configurations:
+        configuration.run(0)
     start, i = time.perf_counter(), 0
     while i < args.min_rounds or (i < args.max_rounds and time.perf_counter() - start < args.seconds):
-        for j in range(len(all_ways)):
-            way = all_ways[(i + j) % len(all_ways)]
+        for j in range(len(configurations)):
+            configuration = configurations[(i + j) % len(configurations)]
             time.sleep(SETTLE_SECONDS)
             # Also leaves clean lines in the caches: what one has written is else written back on the next one's time.
             bandwidth.append(common.read_gbps(buffer, i + j))
-            way.run(3 * i)  # not counted: what ran before has the caches, and in a model the layers run back to back
+            configuration.run(3 * i)  # not counted: what ran before has the caches, and in a model the layers run back to back
             for k in (1, 2):
-                times[way.name].append(way.timed(3 * i + k))
+                times[configuration.name].append(configuration.timed(3 * i + k))
         i += 1
     median = {name: statistics.median(values) for name, values in times.items()}
-    others = [way.name for way in all_ways[2:]]
-    best16 = min(others, key=median.get) if others else all_ways[1].name
+    others = [configuration.name for configuration in configurations[2:]]
+    best16 = min(others, key=median.get) if others else configurations[1].name
     gbps = statistics.median(bandwidth)
     read = ours.bytes / median[ours.name] / 1e6
     return {
@@ -135,17 +135,17 @@ def run_case(shape: Shape, ctx: int, bs: int, args, buffer: Tensor, vllm: VllmWo
         "batch": bs,
         "rounds": i,
         "int2_ms": median[ours.name],
-        "bf16_ms": median[all_ways[1].name],
+        "bf16_ms": median[configurations[1].name],
         "best16_ms": median[best16],
         "best16_name": best16,
         "ratio_best16": median[best16] / median[ours.name],
-        "ratio_bf16": median[all_ways[1].name] / median[ours.name],
+        "ratio_bf16": median[configurations[1].name] / median[ours.name],
         "read_gbps": read,
         "bandwidth_gbps": gbps,
         "bandwidth_share": read / gbps,
         "rel_err": error(),
         "int2_bytes": ours.bytes,
-        "bf16_bytes": all_ways[1].bytes,
+        "bf16_bytes": configurations[1].bytes,
         "arms": {name: common.summary(values) for name, values in times.items()},
         "bandwidth": common.summary(bandwidth),
         "load_average": os.getloadavg()[0],

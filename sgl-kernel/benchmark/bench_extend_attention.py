@@ -90,10 +90,10 @@ def run_case(shape: Shape, prefix: int, new: int, rounds: int) -> dict:
             return F.scaled_dot_product_attention(rows, *wide, is_causal=True)
         return F.scaled_dot_product_attention(rows, *wide, attn_mask=bias)
 
-    ways = {"oscar": oscar, "sdpa enable_gqa": plain, "sdpa heads expanded": expanded}
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    runs = {"oscar": oscar, "sdpa enable_gqa": plain, "sdpa heads expanded": expanded}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(rounds + 1):
-        for name, run in ways.items():
+        for name, run in runs.items():
             begin = time.perf_counter()
             run()
             if i:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import setups
 
 from oscar.embedded import embedded_model
 
@@ -31,9 +32,9 @@ def test_bits_without_windows_do_not_depend_on_the_length(plot_gain):
     assert {round(plot_gain.bits_per_element(embedded_model(), n, (0, 0)), 2) for n in plot_gain.LENGTHS} == {2.27}
 
 
-def test_configurations_are_named_with_their_windows(plot_gain):
+def test_configurations_are_named_with_their_windows():
     arms = json.loads(FIGURES.read_text())["arms"].items()
-    names = [plot_gain.label(name, arm["cache"]).replace("\n", " ") for name, arm in arms]
+    names = [setups.label(name, arm["cache"]) for name, arm in arms]
     assert names == ["BF16", "oscar-shaped, windows 64/256", "plain INT2, no windows"]
 
 
