@@ -39,8 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         0, BAD_INPUT (2) after one line on stderr, or INTERRUPTED (130).
     """
     words = sys.argv[1:] if arguments is None else arguments
-    named = next((word for word in words if not word.startswith("-")), None)
-    parser = build_parser((named,)) if named in COMMANDS else build_parser(options=False)
+    parser = build_parser(words[:1]) if words and words[0] in COMMANDS else build_parser(options=False)
     found = parser.parse_args(words)
     try:
         command(found.command).run(found)
