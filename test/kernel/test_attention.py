@@ -1,4 +1,7 @@
-"""Store, decode and extend against a float64 oracle that looks at one token at a time."""
+"""Store, decode and extend against a float64 oracle that looks at one token at a time.
+
+One file runs every implementation, hence more than 400 lines: what one of them must do is asked of all.
+"""
 
 import itertools
 import os

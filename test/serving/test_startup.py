@@ -1,4 +1,7 @@
-"""Flags, refusals and resolution: what happens between the command line and the first worker."""
+"""Flags, refusals and resolution: what happens between the command line and the first worker.
+
+Every refusal of a start has its case here, hence more than 400 lines.
+"""
 
 import json
 import os
