@@ -66,8 +66,8 @@ class LocalServer:
                 self.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | self.env
             )
         watch = [sys.executable, "-I", "-S", "-c", _WATCH, str(os.getpid()), str(self.process.pid)]
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._watch = subprocess.Popen(watch, start_new_session=True, **quiet)
+        none = subprocess.DEVNULL
+        self._watch = subprocess.Popen(watch, stdin=none, stdout=none, stderr=none, start_new_session=True)
         try:
             while not self._answers():
                 if self.process.poll() is not None:
