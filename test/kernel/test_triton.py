@@ -2,8 +2,8 @@
 
 Triton decides when it is imported whether kernels are interpreted. Without a card this file therefore runs itself once more, in
 a process of its own with TRITON_INTERPRET=1; nothing else of the test run sees that setting. TRITON_INTERPRET=1 pytest on this
-file shows the cases one by one. What needs the compiler, lowering for cards that are not there, is in the outer process. One process means
-one file, hence more than 400 lines.
+file shows the cases one by one. What needs the compiler, lowering for cards that are not there, is in the outer process. One
+process means one file, hence more than 400 lines.
 """
 
 import itertools
