@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Install and run every test. Arguments go to pytest: bash scripts/test.sh -k codec
+# Install and run every test, one worker a core. Arguments go to pytest: bash scripts/test.sh -k codec
 set -euo pipefail
 here="$(dirname "${BASH_SOURCE[0]}")"
 source "$here/install.sh" ".[test]"
 ruff check .
-# One thread a process: tests are small, and several servers share the machine's cores.
+ruff format --check --quiet .
+# One thread a process: tests are small, and workers and their servers share the machine's cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec python -m pytest -q "$@"
+# A file is run by one worker, since its tests share servers and models; test/conftest.py puts the longest files first.
+exec python -m pytest -q --numprocesses "$(nproc)" --dist loadfile --no-loadscope-reorder "$@"

@@ -7,6 +7,29 @@ from pathlib import Path
 import pytest
 import torch
 
+LONGEST_FIRST = (
+    "serving/test_serving.py",
+    "kernel/test_triton.py",
+    "serving/test_path_gpu.py",
+    "test_types.py",
+    "serving/test_capture.py",
+    "serving/test_cpu_server.py",
+    "kernel/test_attention.py",
+    "serving/test_startup.py",
+    "examples/test_examples.py",
+    "evaluation/test_against_server.py",
+)
+"""Files that take minutes: begun last, one of them would keep a single worker busy at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        names = (i for i, name in enumerate(LONGEST_FIRST) if item.path.as_posix().endswith(f"test/{name}"))
+        return next(names, len(LONGEST_FIRST))
+
+    items.sort(key=place)
+
+
 END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"

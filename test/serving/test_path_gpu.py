@@ -217,7 +217,7 @@ def test_codes_of_a_step_are_shaped_at_its_end(sink, recent, monkeypatch):
     monkeypatch.setattr(StepCodes, "write", lambda self, *args: (counts.append(len(self.kinds)), write(self, *args))[1])
     twins = Twins(2, shaped_layers(), sink, recent)
     path = twins.worlds[1].path
-    kinds = path.layers._state.step_codes.kinds
+    kinds = path.layers._state._step_codes.kinds
     addresses = [table.data_ptr() for table, _ in kinds]
     twins.extend({1: 1, 2: 4})
     twins.decode([2, 1], 3)
@@ -297,15 +297,13 @@ def test_a_decode_step_waits_for_nothing():
 
 @interpreted
 def test_the_check_at_start_finds_a_wrong_kernel(monkeypatch):
-    from oscar_kernel.triton import check as triton_check
-    from oscar_kernel.triton import store as triton_store
+    from oscar_kernel.triton import attention, check
 
     for native in (False, True):
-        assert triton_check.fault(codec_of(native), HEADS * RATIO) is None
-    right = triton_store.store_kv
-    monkeypatch.setattr(triton_store, "store_kv", lambda k, *args, **kwargs: right(k * 1.5, *args, **kwargs))
-    assert "store" in triton_check.fault(codec_of(False), HEADS * RATIO)
+        assert check.fault(codec_of(native), HEADS * RATIO) is None
+    store, decode = attention.store_kv, attention.decode_attention
+    monkeypatch.setattr(attention, "store_kv", lambda k, *args, **kwargs: store(k * 1.5, *args, **kwargs))
+    assert "store" in check.fault(codec_of(False), HEADS * RATIO)
     monkeypatch.undo()
-    scaled = triton_check.triton_decode.decode_attention
-    monkeypatch.setattr(triton_check.triton_decode, "decode_attention", lambda *args: 1.02 * scaled(*args))
-    assert "decode" in triton_check.fault(codec_of(False), HEADS * RATIO)
+    monkeypatch.setattr(attention, "decode_attention", lambda *args, out, **more: decode(*args, out=out, **more).mul_(1.02))
+    assert "decode" in check.fault(codec_of(False), HEADS * RATIO)
