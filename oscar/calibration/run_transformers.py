@@ -94,7 +94,7 @@ def capturing(model, observer: Callable[[LayerCapture], None]) -> Iterator[Calla
     name = f"oscar_capture_{next(_NAMES)}"
     before = model.config._attn_implementation
     text_config = model.config.get_text_config(decoder=True)
-    real: Tensor | None = None
+    real: Tensor  # of the pass that `run` makes
     seen: set[int] = set()
 
     def attention(module, query, key, value, attention_mask, *, scaling=None, dropout=0.0, **kwargs):

@@ -2,8 +2,8 @@
 
 Triton decides when it is imported whether kernels are interpreted. Without a card this file therefore runs itself once more, in
 a process of its own with TRITON_INTERPRET=1; nothing else of the test run sees that setting. TRITON_INTERPRET=1 pytest on this
-file shows the cases one by one. What needs the compiler, lowering for cards that are not there, is in the outer process. One process means
-one file, hence more than 400 lines.
+file shows the cases one by one. What needs the compiler, lowering for cards that are not there, is in the outer process. One
+process means one file, hence more than 400 lines.
 """
 
 import itertools
@@ -401,7 +401,7 @@ def test_decode_merges_in_either_way(monkeypatch):
         for join in (True, False):
             out = triton_decode.decode_attention(moved(q), layer, plan, 0.125, buffers=scratch, launch=Launch(join=join))
             assert (out.cpu() - expected).abs().max() < DECODE_ERROR
-            assert not scratch.partial.count.any()
+            assert not scratch.partial.arrived.any()
 
 
 @runs_kernels
