@@ -94,7 +94,7 @@ def capturing(model, observer: Callable[[LayerCapture], None]) -> Iterator[Calla
     name = f"oscar_capture_{next(_NAMES)}"
     before = model.config._attn_implementation
     text_config = model.config.get_text_config(decoder=True)
-    real: Tensor  # of the pass that `run` makes
+    real: Tensor | None = None
     seen: set[int] = set()
 
     def attention(module, query, key, value, attention_mask, *, scaling=None, dropout=0.0, **kwargs):
@@ -112,7 +112,7 @@ def capturing(model, observer: Callable[[LayerCapture], None]) -> Iterator[Calla
                 k=key[:, :, -num_tokens:],
                 v=value[:, :, -num_tokens:],
                 output=output,
-                real=real,
+                real=query.new_ones(len(query), num_tokens, dtype=torch.bool) if real is None else real,
                 sm_scale=float(scale),
                 sliding_window=kwargs.get("sliding_window", getattr(module, "sliding_window", None)),
                 logit_cap=logit_cap,
