@@ -52,7 +52,7 @@ def _takes(
             return_annotation=inspect.signature(function).return_annotation
         )
         call.__doc__ = (function.__doc__ or "").replace("{options}", _described(options).lstrip())
-        return call  # type: ignore[return-value]
+        return call
 
     return decorate
 

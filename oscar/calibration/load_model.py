@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,9 @@ def load_model(folder: str | Path, model_config, dtype: str, device: str):
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, config=model_config, dtype=kind, output_loading_info=True)
+        # Any: with output_loading_info it returns a pair, which its annotation leaves out.
+        pair: Any = AutoModelForCausalLM.from_pretrained(folder, config=model_config, dtype=kind, output_loading_info=True)
+        model, info = pair
     except Exception as error:  # every library below has errors of its own for a damaged file
         raise OscarError(f"{folder}: cannot load the model: {first_line(error)}") from error
     finally:

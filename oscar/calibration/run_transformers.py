@@ -112,7 +112,7 @@ def capturing(model, observer: Callable[[LayerCapture], None]) -> Iterator[Calla
                 k=key[:, :, -num_tokens:],
                 v=value[:, :, -num_tokens:],
                 output=output,
-                real=real,
+                real=query.new_ones(len(query), num_tokens, dtype=torch.bool) if real is None else real,
                 sm_scale=float(scale),
                 sliding_window=kwargs.get("sliding_window", getattr(module, "sliding_window", None)),
                 logit_cap=logit_cap,

@@ -56,7 +56,7 @@ ROW_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ONE_THIRD = 0.3333333432674408  # float32(1/3)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class RowFormat:
     """Geometry of one row.
 
@@ -68,11 +68,11 @@ class RowFormat:
     """
 
     head_dim: int
-    group_size: int | None = None
+    group_size: int
 
-    def __post_init__(self):
-        if self.group_size is None:
-            object.__setattr__(self, "group_size", self.head_dim)
+    def __init__(self, head_dim: int, group_size: int | None = None):
+        object.__setattr__(self, "head_dim", head_dim)
+        object.__setattr__(self, "group_size", head_dim if group_size is None else group_size)
         if self.head_dim <= 0 or self.head_dim % CODES_PER_BYTE:
             raise ValueError(f"RowFormat: head_dim must be a positive multiple of 4, got head_dim={self.head_dim}")
         if self.group_size <= 0 or self.group_size % CODES_PER_BYTE or self.head_dim % self.group_size:

@@ -37,7 +37,9 @@ def oscar_surrogate(statistics: LayerStatistics, share_heads: bool = False) -> L
 
     Source: the public OSCAR implementation; shared over heads it is what the published files hold.
     """
+    target = statistics.v_surrogate_moment
+    assert target is not None  # needs_surrogate: a caller has made the second pass
     return LayerTransforms(
         side(rotate(statistics.q_moment, share_heads)),
-        side(rotate(statistics.v_surrogate_moment, share_heads)),
+        side(rotate(target, share_heads)),
     )

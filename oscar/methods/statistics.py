@@ -157,7 +157,7 @@ class SurrogateSums:
 
     def finish(self) -> Tensor:
         """[num_kv_heads, v_head_dim, v_head_dim] float64 on the CPU. A head whose weights are all zero gives zero."""
-        if self._sum is None:
+        if self._sum is None or self._weight is None:
             raise ValueError(f"layer {self.layer_id}: expected at least one real token, got none")
         weight = self._weight.clamp(min=torch.finfo(torch.float64).tiny)
         return symmetrise(self._sum / weight.view(-1, 1, 1)).cpu()
@@ -208,7 +208,7 @@ def difficulty(statistics: LayerStatistics) -> dict:
         "k_spectrum", "v_spectrum": share of tr(C) in the 1, 2, 4, ... largest eigenvalues, mean over heads; C is the target
         that `oscar` diagonalises, C_q for K and V^T S^T S V for V.
     """
-    result = {}
+    result: dict[str, float | list[float]] = {}
     for side, rows, target in (
         ("k", statistics.k_moment, statistics.q_moment),
         ("v", statistics.v_moment, statistics.v_score_moment),

@@ -95,11 +95,11 @@ def markdown() -> str:
     for row in HARDWARE:
         verdict, remark = ("yes", row.reason) if row.supported else ("refused at start", f"{row.reason}; {ON_CPU}")
         lines.append(f"| {row.title} | {verdict} | {remark} |")
-    for row in architectures.ARCHITECTURES.values():
+    for card in architectures.ARCHITECTURES.values():
         remark = "never run there, nor lowered"
-        if row.in_report:
-            remark = f"never run there; {row.remark or 'lowered without a card'}"
-        lines.append(f"| {row.key}: {row.name} | Triton kernels | {remark} |")
+        if card.in_report:
+            remark = f"never run there; {card.remark or 'lowered without a card'}"
+        lines.append(f"| {card.key}: {card.name} | Triton kernels | {remark} |")
     for option in SERVER_OPTIONS:
         if not option.allowed:
             lines.append(f"| `{option.flag}` | any value | |")

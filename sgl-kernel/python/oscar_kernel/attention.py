@@ -279,7 +279,7 @@ class HostExtend(BatchExtend):
         self.read = plan_read(req_to_token, req_pool_indices, prefix_lens, maps)
         self._made = self._convert(self.read)
         self._qo_indptr = list(qo_indptr)
-        self._loc, self._rows = _indices(loc), _indices(window_rows)
+        self._loc, self._rows = loc.long().contiguous(), window_rows.long().contiguous()
         self._nowhere = torch.full_like(self._rows, maps.no_row)
 
     def run(self, layer_id, q, k, v, *, sm_scale, logit_cap=0.0, out_dtype=None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class SideCodec:
             transform=None if folded else place(side.transform, torch.float64),
             # Of an orthogonal transform, T^-T is the transform itself, to rounding.
             read_transform=None if folded else place(inverse.transpose(1, 2) if is_key else inverse, torch.float32),
-            clip=place(side.clip, torch.float32),
+            clip=side.clip.to(device, torch.float32).contiguous(),
             mean=place(side.mean, torch.float64),
             shaping=place(side.shaping, torch.float32),
             window_dtype=ROW_DTYPES[fmt.dtype] if isinstance(fmt, LosslessFormat) else torch.bfloat16,
@@ -59,8 +60,8 @@ class SideCodec:
 
     def to(self, device: str | torch.device) -> SideCodec:
         """The codec with its tensors elsewhere."""
-        tensors = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
-        return replace(self, **{name: x.to(device) for name, x in tensors.items()})
+        moved: dict[str, Any] = {f.name: x.to(device) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        return replace(self, **moved)
 
     def store(self, x: Tensor) -> Tensor:
         """[num_tokens, num_kv_heads, dim] of the model -> the same shape in window_dtype, in the space that is stored.

@@ -63,7 +63,7 @@ def random_codec(
 
     dims = head_dim, v_head_dim or head_dim
     layer = LayerTransforms(side(dims[0], clip[0], mean), side(dims[1], clip[1], False))
-    return LayerCodec.of(layer, *map(row_format, dims), fold_v=fold)
+    return LayerCodec.of(layer, row_format(dims[0]), row_format(dims[1]), fold_v=fold)
 
 
 def random_cache(codec: LayerCodec, num_slots: int, num_rows: int, *, seed: int = 0) -> LayerCache:

@@ -16,7 +16,7 @@ from torch import Tensor
 from oscar.format.codec import ROW_DTYPES, LosslessFormat, RowFormat
 from oscar_kernel import reference
 from oscar_kernel.cpu import structures
-from oscar_kernel.cpu.library import LIBRARY, check, library
+from oscar_kernel.cpu.library import LIBRARY, check, library, loaded
 from oscar_kernel.cpu.structures import DTYPES, Attend, Rows, Store
 from oscar_kernel.layer import LayerCache, LayerCodec, SideCache, SideCodec
 from oscar_kernel.read_plan import ReadPlan
@@ -67,7 +67,7 @@ class CpuLayer:
     def __init__(self, cache: LayerCache, codec: LayerCodec, num_qo_heads: int, isa: str | None = None):
         self.cache, self.codec, self._isa = cache, codec, isa
         self._level = None if isa is None else isa.encode()
-        self._library = library()
+        self._library = loaded()
         self._keep: list[Tensor] = []
         self._no_row = cache.k.window.shape[0] - 1
         self._layer = byref(
@@ -94,7 +94,7 @@ class CpuLayer:
         exact = side.transform is not None and torch.equal(side.transform.float().double(), side.transform.double())
         return structures.Side(
             head_dim=side.fmt.head_dim,
-            group_size=side.fmt.group_size if packed else side.fmt.head_dim,
+            group_size=side.fmt.group_size if isinstance(side.fmt, RowFormat) else side.fmt.head_dim,
             row_kind=structures.PACKED if packed else structures.WIDE,
             transform_dtype=structures.FLOAT32 if exact else structures.FLOAT64,
             transform=pointer(side.transform, torch.float32 if exact else torch.float64),
@@ -184,7 +184,7 @@ def _compact(indices: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     # One entry of slack: the compaction writes before it knows whether to keep.
     out = torch.empty(bs * n + 1, dtype=torch.int32)
     indices, mask = _unit_stride(indices), _unit_stride(mask)
-    library().oscar_cpu_compact(
+    loaded().oscar_cpu_compact(
         indices.data_ptr(), indices.stride(0), mask.data_ptr(), mask.stride(0), bs, n, indptr.data_ptr(), out.data_ptr()
     )
     return indptr, out

@@ -55,6 +55,14 @@ def library() -> ctypes.CDLL | None:
     return lib
 
 
+def loaded() -> ctypes.CDLL:
+    """The library. Raises RuntimeError where it is not built, which `library` says in one line of the log."""
+    lib = library()
+    if lib is None:
+        raise RuntimeError(f"oscar_kernel: expected {LIBRARY.name}, which is not built; build it, or give impl='reference'")
+    return lib
+
+
 def _missing(lib: ctypes.CDLL, isa: str) -> str | None:
     """What CPU or system lack for a level, or refuse; None where it runs."""
     reason = lib.oscar_cpu_isa_missing(isa.encode())
@@ -69,13 +77,13 @@ def _numbers(function) -> list[int]:
 def codec_constants() -> dict[str, int]:
     """The format's constants as the library was compiled."""
     names = ("FORMAT_VERSION", "BITS", "CODES_PER_BYTE", "META_BYTES", "ONE_THIRD_BITS")
-    return dict(zip(names, _numbers(library().oscar_codec_constants), strict=True))
+    return dict(zip(names, _numbers(loaded().oscar_codec_constants), strict=True))
 
 
 def isa_names(lib: ctypes.CDLL | None = None) -> list[str]:
     """Levels the library holds, the best last, and behind it EMULATED, which only tests ask for."""
-    names = (lib or library()).oscar_cpu_isa_names()
-    found = []
+    names = (lib or loaded()).oscar_cpu_isa_names()
+    found: list[str] = []
     while names[len(found)]:
         found.append(names[len(found)].decode())
     return found
@@ -83,7 +91,7 @@ def isa_names(lib: ctypes.CDLL | None = None) -> list[str]:
 
 def default_isa() -> str:
     """The level that runs where none is asked for."""
-    return library().oscar_cpu_default_isa().decode()
+    return loaded().oscar_cpu_default_isa().decode()
 
 
 def supported_isas() -> list[str]:
@@ -92,9 +100,9 @@ def supported_isas() -> list[str]:
     return [] if lib is None else [name for name in isa_names(lib) if lib.oscar_cpu_isa_supported(name.encode()) == 1]
 
 
-def _isa_sentence(lib: ctypes.CDLL, isa: str, source: str) -> str:
+def _isa_sentence(lib: ctypes.CDLL, isa: str | None, source: str) -> str:
     names = isa_names(lib)
-    if isa not in names:
+    if isa is None or isa not in names:
         return f"oscar_kernel: {source} must be one of {', '.join(names)}, got {isa!r}"
     usable = ", ".join(name for name in names if name != EMULATED and _missing(lib, name) is None)
     return f"oscar_kernel: {source}={isa}, but this machine lacks that level: {_missing(lib, isa)}; it can run {usable}"
@@ -103,7 +111,7 @@ def _isa_sentence(lib: ctypes.CDLL, isa: str, source: str) -> str:
 def check(status: int, isa: str | None) -> None:
     """Raise what a status that a function returned stands for. isa: level that was asked for, None for the default."""
     if status:
-        lib = library()
+        lib = loaded()
         if status in (1, 2):
             raise (ValueError if status == 1 else RuntimeError)(_isa_sentence(lib, isa, "isa"))
         raise RuntimeError(f"oscar_kernel: {lib.oscar_cpu_status_text(status).decode()}")
@@ -111,4 +119,4 @@ def check(status: int, isa: str | None) -> None:
 
 def read_bytes(data: Tensor, num_threads: int) -> int:
     """Read a tensor once; returns a checksum. For measuring bandwidth."""
-    return library().oscar_cpu_read(data.data_ptr(), data.nbytes, num_threads, None)
+    return loaded().oscar_cpu_read(data.data_ptr(), data.nbytes, num_threads, None)

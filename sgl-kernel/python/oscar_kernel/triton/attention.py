@@ -174,12 +174,14 @@ class TritonDecode(BatchDecode):
         scratch = self._scratch[layer.tensors.k.planes.query_width]
         later = k is not None and layer_id in layers.shaped and self._plan.recent_tokens > 0
         if k is not None:
+            assert v is not None and self._loc is not None and self._rows is not None  # the caller's part, see `BatchDecode`
             store_kv(k, v, self._loc, self._rows, layer, return_rows=False, codes_later=later, q=q, queries=scratch.queries)
         out = torch.empty(
             *q.shape[:2], layer.tensors.v.planes.dim, dtype=q.dtype if out_dtype is None else out_dtype, device=q.device
         )
         decode_attention(q, layer, self._plan, sm_scale, logit_cap, out=out, buffers=scratch, queries_ready=k is not None)
         if later:
+            assert self._loc is not None and self._rows is not None
             layers.stored(layer_id, self._loc, self._rows)
         return out
 
@@ -207,7 +209,7 @@ class TritonExtend(BatchExtend):
         self._plan = plan_tokens(layers.plan_buffers(len(prefix_lens), maps), req_to_token, req_pool_indices, lens, maps)
         self._max_new = max((b - a for a, b in itertools.pairwise(qo_indptr)), default=0)
         self._qo_indptr = torch.tensor(qo_indptr, dtype=torch.int32, device=device)
-        self._loc, self._rows = _contiguous(loc), window_rows.long()
+        self._loc, self._rows = loc.contiguous(), window_rows.long()
         self._nowhere = torch.full_like(self._rows, maps.no_row)
 
     def run(
@@ -223,12 +225,12 @@ class TritonExtend(BatchExtend):
     ) -> Tensor:
         """`BatchExtend.run`."""
         layer = self._layers.by_id[layer_id]
-        new = store_kv(k, v, self._loc, self._nowhere, layer)
+        k_new, v_new = store_kv(k, v, self._loc, self._nowhere, layer)
         out = torch.zeros(
             *q.shape[:2], layer.tensors.v.planes.dim, dtype=q.dtype if out_dtype is None else out_dtype, device=q.device
         )
-        extend_attention(q, *new, self._qo_indptr, self._max_new, layer, self._plan, sm_scale, logit_cap, out=out)
-        write_windows(*new, self._rows, layer.cache)
+        extend_attention(q, k_new, v_new, self._qo_indptr, self._max_new, layer, self._plan, sm_scale, logit_cap, out=out)
+        write_windows(k_new, v_new, self._rows, layer.cache)
         return out
 
 

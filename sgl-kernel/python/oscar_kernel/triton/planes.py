@@ -65,11 +65,11 @@ class Planes(NamedTuple):
     def of(cls, fmt: RowFormat | LosslessFormat) -> Planes:
         """Raises ValueError for a row that the kernels cannot read."""
         native = isinstance(fmt, LosslessFormat)
-        if native and fmt.dtype != "bfloat16":
+        if isinstance(fmt, LosslessFormat) and fmt.dtype != "bfloat16":
             raise ValueError("oscar_kernel (Triton): the lossless debug format runs on the PyTorch reference only")
         if fmt.head_dim % 16:
             raise ValueError(f"oscar_kernel (Triton): head_dim must be a multiple of 16, got head_dim={fmt.head_dim}")
-        quarter, group_size = fmt.head_dim // 4, fmt.head_dim if native else fmt.group_size
+        quarter, group_size = fmt.head_dim // 4, fmt.group_size if isinstance(fmt, RowFormat) else fmt.head_dim
         piece = math.gcd(quarter, group_size)
         return cls(
             dim=fmt.head_dim,

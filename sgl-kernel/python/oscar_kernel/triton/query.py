@@ -103,7 +103,9 @@ def query_tensors(q: Tensor, layer: LayerTensors, out: Queries) -> QueryTensors:
             f"prepare_queries: expected a multiple of {layer.num_kv_heads} heads of {layer.k.planes.dim}, got q of shape "
             f"{tuple(q.shape)}"
         )
-    return QueryTensors(Rows.of(with_adjacent_heads(q)), layer.k.read_transform, out)
+    transform = layer.k.read_transform
+    assert transform is not None  # `LayerTensors.check` has refused keys without one
+    return QueryTensors(Rows.of(with_adjacent_heads(q)), transform, out)
 
 
 def query_constants(num_qo_heads: int, layer: LayerTensors) -> dict:
@@ -123,7 +125,7 @@ def prepare_queries(q: Tensor, layer: LayerTensors, out: Queries | None = None) 
         q: [num_tokens, num_qo_heads, head_dim] any float type, after RoPE.
         layer: of the layer. out: buffers to fill; None: new ones.
     """
-    out = Queries.empty(*q.shape[:2], layer) if out is None else out
+    out = Queries.empty(q.shape[0], q.shape[1], layer) if out is None else out
     query_kernel[(row_tiles(q, layer), layer.num_kv_heads)](
         query=query_tensors(q, layer, out),
         num_tokens=q.shape[0],

@@ -72,11 +72,11 @@ class Chunks(NamedTuple):
 
 class ShapeSide(NamedTuple):
     """K or V of tokens whose codes are written. x: their rows in stored space, bfloat16. pool: in 32-bit words, written in
-    place. matrix: [num_kv_heads, dim, dim] float16 or float32."""
+    place. matrix: [num_kv_heads, dim, dim] float16 or float32; None where no errors are passed on."""
 
     x: Rows
     pool: Rows
-    matrix: Tensor
+    matrix: Tensor | None
 
 
 def program_of(num_tokens: int, wide: bool, num_layers: int = 1) -> tuple[int, int]:

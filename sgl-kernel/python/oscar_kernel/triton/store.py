@@ -17,7 +17,7 @@ Bytes equal the reference's. What that takes, step by step:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 import triton
@@ -44,7 +44,7 @@ class StoreSide(NamedTuple):
 
     Args:
         x: rows of the model. pool: in 32-bit words, written. window: written. out: for the stored rows in bfloat16, or None.
-        transform, mean, index: see `SideTensors`.
+        transform, mean: see `SideTensors`. rank: its `index`, a name that tuples have taken.
     """
 
     x: Rows
@@ -53,7 +53,7 @@ class StoreSide(NamedTuple):
     out: Rows | None
     transform: Tensor | None
     mean: Tensor | None
-    index: Tensor
+    rank: Tensor
 
     @classmethod
     def of(cls, x: Tensor, side: SideTensors, cache: SideCache, out: Tensor | None) -> StoreSide:
@@ -134,7 +134,7 @@ def _store_side(
         tl.store(at, row16, mask=written[:, None] & live[None, :])
     else:
         row = side.pool.ptr + (loc * side.pool.stride + head * (SIDE.row_bytes // 4))
-        _write_codes(bits, written, row, head, channel, live, side.index, TILE, SIDE, CODES)
+        _write_codes(bits, written, row, head, channel, live, side.rank, TILE, SIDE, CODES)
 
 
 @triton.jit
@@ -209,6 +209,32 @@ def store_kernel(
             transform_queries(tl.program_id(0), head, query, num_tokens, HEADS, KV_GROUP_NUM, ROWS, QUERY_DEPTH, K)
 
 
+@overload
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    loc: Tensor,
+    window_rows: Tensor,
+    layer: TritonLayer,
+    *,
+    return_rows: Literal[True] = True,
+    codes_later: bool = False,
+    q: Tensor | None = None,
+    queries: Queries | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    loc: Tensor,
+    window_rows: Tensor,
+    layer: TritonLayer,
+    *,
+    return_rows: Literal[False],
+    codes_later: bool = False,
+    q: Tensor | None = None,
+    queries: Queries | None = None,
+) -> None: ...
 def store_kv(
     k: Tensor,
     v: Tensor,
@@ -231,23 +257,27 @@ def store_kv(
         layer: its storage is written in place.
         return_rows: whether attention among the new tokens follows; decode needs none.
         codes_later: with error shaping, store codes rounded alone for now: `step_codes.StepCodes` follows.
-        q: [num_tokens, num_qo_heads, head_dim] queries to prepare in the same launch, into `queries`.
+        q, queries: [num_tokens, num_qo_heads, head_dim] queries to prepare in the same launch, and where; both or neither.
     Returns:
         k', v' in bfloat16, or None without return_rows.
     """
     tensors, cache = layer.tensors, layer.cache
     num_tokens, num_kv_heads = k.shape[:2]
     k, v = with_adjacent_heads(k), with_adjacent_heads(v)
-    k_out = v_out = None
+    rows: tuple[Tensor, Tensor] | None = None
     shaped = tensors.shaped and not codes_later
     if return_rows or shaped:
-        k_out = torch.empty(k.shape, dtype=torch.bfloat16, device=k.device)
-        v_out = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device)
+        rows = (
+            torch.empty(k.shape, dtype=torch.bfloat16, device=k.device),
+            torch.empty(v.shape, dtype=torch.bfloat16, device=v.device),
+        )
     if num_tokens == 0:
-        return (k_out, v_out) if return_rows else None
+        return rows if return_rows else None
+    k_out, v_out = (None, None) if rows is None else rows
     tile = TOKENS_PER_TILE if num_tokens >= TOKENS_PER_TILE // 2 else 1
     blocks, heads, query = triton.cdiv(num_tokens, tile), num_kv_heads, None
     if q is not None:
+        assert queries is not None  # both or neither
         query = query_tensors(q, tensors, queries)
         blocks, heads = max(blocks, row_tiles(q, tensors)), q.shape[1]
     store_kernel[(blocks, num_kv_heads, 2 if query is None else 3)](
@@ -268,6 +298,6 @@ def store_kv(
         QUERY_DEPTH=QUERY_DEPTH,
         num_warps=8,
     )
-    if shaped:
-        shape_codes(k_out, v_out, loc, layer)
-    return (k_out, v_out) if return_rows else None
+    if shaped and rows is not None:
+        shape_codes(*rows, loc, layer)
+    return rows if return_rows else None
