@@ -13,7 +13,7 @@ LONGEST_SEQUENCE = 32768
 """Longest calibration sequence in tokens where none is asked for: the model's context length, but no more than this, so that
 one forward pass stays affordable."""
 DEFAULT_SEED = 0
-DEFAULT_ARMS = ("bf16", "int2", "hadamard", "oscar", *({DEFAULT_METHOD} - {"oscar"}))
+DEFAULT_CONFIGURATIONS = ("bf16", "int2", "hadamard", "oscar", *({DEFAULT_METHOD} - {"oscar"}))
 """What `oscar evaluate` compares: 16 bits, two controls, the paper's method, the default."""
 DEFAULT_EVALUATION_CONTEXT = 2048
 """Tokens of a prompt of `oscar evaluate`, and of what precedes a continuation."""
@@ -25,3 +25,5 @@ DEFAULT_PROMPTS = 200
 RECALL_HARD = "recall-hard"
 TASKS = ("retrieval", "perplexity", "divergence", RECALL_HARD)
 """Tasks of `oscar evaluate`."""
+DEFAULT_PLAN_CONTEXTS = (4096, 32768, 131072)
+"""Request lengths of `oscar plan`, in tokens."""

@@ -35,11 +35,12 @@ class Steps:
             self._progress.stop()
 
     @contextmanager
-    def step(self, description: str, total_tokens: int) -> Iterator[Callable[[int], None]]:
+    def step(self, description: str, total_tokens: int) -> Iterator[Callable[[float], None]]:
         """Open a bar over total_tokens; yields advance(tokens)."""
-        if self._progress is None:
+        progress = self._progress
+        if progress is None:
             yield lambda tokens: None
             return
-        self._progress.start()
-        task = self._progress.add_task(description, total=total_tokens)
-        yield lambda tokens: self._progress.advance(task, tokens)
+        progress.start()
+        task = progress.add_task(description, total=total_tokens)
+        yield lambda tokens: progress.advance(task, tokens)

@@ -12,13 +12,13 @@ python -m oscar calibrate --model "$model" --output "$out/oscar.safetensors"
 
 echo
 echo "2. Serve it in 2 bits and ask about a fact hidden in a long prompt"
-python scripts/ask_server.py --model "$model" --artifact "$out/oscar.safetensors" --log "$out/server.log"
+python examples/serve_and_ask.py --model "$model" --artifact "$out/oscar.safetensors" --log "$out/server.log"
 
 cat <<TEXT
 
 Next:
   your own model   .venv/bin/python -m sglang.launch_server --model-path MODEL --kv-quant oscar
-  batch inference  .venv/bin/python scripts/batch_inference.py --help
+  batch inference  .venv/bin/python examples/batch.py --help
   tests            bash scripts/test.sh
   how it works     docs/README.md
 TEXT

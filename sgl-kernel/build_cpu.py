@@ -28,6 +28,7 @@ FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-psabi"]
 STORE_FLAGS = ["-ffp-contract=off"]
 """The format's operations are separate float32 operations; a fused one could give another byte."""
+DRIVERS = ("decode.cpp", "extend.cpp", "store.cpp", "compact.cpp", "read.cpp", "dispatch.cpp")
 ISA_FLAGS = {
     "portable": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -49,7 +50,7 @@ def compiler() -> list[str] | None:
 
 def sources() -> list[tuple[Path, list[str]]]:
     """Files to compile on this architecture, each with its flags."""
-    files = [(SOURCE / name, []) for name in ("attention.cpp", "store.cpp", "dispatch.cpp")]
+    files = [(SOURCE / name, []) for name in DRIVERS]
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     for isa, flags in ISA_FLAGS.items():
         if isa == "portable" or x86:

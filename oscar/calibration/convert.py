@@ -1,6 +1,6 @@
 """The public implementation's rotation files, read into an artifact. Nothing in them is executed.
 
-A RotationZoo pair (METHOD 2.9) is two torch-pickled dictionaries, one for K and one for V:
+A RotationZoo pair is two torch-pickled dictionaries, one for K and one for V:
 
     {"format_version": 1 or 2, "objective": "qqt_r_h_pbr", "source_grouping": "layer", "layers": {0 or "0": {"rotation": R}}}
 
@@ -11,6 +11,7 @@ x @ R. The files carry no clip, so the published quantiles are used unless other
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 import oscar
-from oscar import config
+from oscar import config, support
+from oscar.calibration.run_transformers import check_supported
 from oscar.errors import OscarError
 from oscar.format.artifact import Artifact
 from oscar.format.codec import RowFormat
@@ -54,7 +56,7 @@ def convert(
         sink_tokens, recent_tokens: windows recorded.
         allow_native_layers: let both files lack the same layers, which then stay in 16 bits.
     Raises:
-        OscarError, OscarError: a file cannot be used, or the two do not fit the model.
+        OscarError: a file cannot be used, the two do not fit the model, or calibration refuses the model too.
     """
     for name, value in (("k_clip", k_clip), ("v_clip", v_clip)):
         if not 0 < value <= 1:
@@ -63,6 +65,9 @@ def convert(
         if value < 0:
             raise OscarError(f"{name} must not be negative, got {value}")
     identity = ModelIdentity.from_path(model)
+    model_config = json.loads(Path(model, "config.json").read_text())
+    check_supported(model_config)
+    unserved = support.refused(model_config)
     size = identity.head_dim if group_size is None else group_size
     try:
         for dim in (identity.head_dim, identity.v_head_dim):
@@ -89,6 +94,7 @@ def convert(
             "converted_from": {"k": k_record, "v": v_record},
             "share_heads": k_record["shared_by_heads"] or v_record["shared_by_heads"],
             "versions": {"oscar": oscar.__version__},
+            **({"not_served": [list(pair) for pair in unserved]} if unserved else {}),
         },
     )
 
@@ -129,7 +135,8 @@ def read(
     d, heads = (identity.head_dim if side == "K" else identity.v_head_dim), identity.num_kv_heads
     result, shared = {}, False
     for i in sorted(layers):
-        rotation = layers[i].get("rotation") if isinstance(layers[i], dict) else None
+        entry = layers[i]
+        rotation = entry.get("rotation") if isinstance(entry, dict) else None
         if not isinstance(rotation, Tensor) or not rotation.is_floating_point():
             raise OscarError(f"{path}: layer {i}: expected a tensor of floats as 'rotation', got {_kind(rotation)}")
         if tuple(rotation.shape) not in ((d, d), (heads, d, d)):

@@ -12,6 +12,7 @@ from oscar.calibration.run_transformers import LayerCapture
 from oscar.format.codec import RowFormat, decode, encode
 from oscar.format.linalg import inverses
 from oscar.format.side import LayerTransforms, Side
+from oscar.format.windows import in_windows
 from oscar.methods.statistics import output_moment
 
 MAX_QUERIES = 256
@@ -31,11 +32,12 @@ class Positions:
     def __init__(self, num_tokens: int, sliding_window: int | None, sink_tokens: int, recent_tokens: int, device: torch.device):
         first = 0 if num_tokens <= MAX_QUERIES else num_tokens // MAX_QUERIES - 1
         self.at = torch.arange(first, num_tokens, max(1, num_tokens // MAX_QUERIES), device=device)
-        distance = self.at[:, None] - torch.arange(num_tokens, device=device)[None, :]
-        self.visible = distance >= 0
+        query, key = self.at[:, None], torch.arange(num_tokens, device=device)[None, :]
+        self.visible = key <= query
         if sliding_window:
-            self.visible &= distance < sliding_window
-        self.exact = (distance < recent_tokens) | (torch.arange(num_tokens, device=device) < sink_tokens)
+            self.visible &= query - key < sliding_window
+        is_sink, is_recent = in_windows(key, query + 1, sink_tokens, recent_tokens)
+        self.exact = is_sink | is_recent
         self.none = torch.zeros_like(self.exact)
 
 
@@ -126,7 +128,7 @@ def output_cost(capture: LayerCapture) -> Tensor | None:
 
 
 def output_squares(x: Tensor, cost: Tensor | None, num_kv_heads: int) -> Tensor:
-    """Squares of attention outputs, summed over queries and the heads of a group.
+    """Squares of attention outputs, summed over queries and the query heads that share a KV head.
 
     Args:
         x: [num_qo_heads, num_queries, v_head_dim].
@@ -192,15 +194,15 @@ def attend_mixed(
     Returns:
         [num_qo_heads, num_queries, v_head_dim] float32.
     """
-    group = q.shape[0] // exact[0].shape[0]
+    kv_group_num = q.shape[0] // exact[0].shape[0]
 
     def scores(k: Tensor) -> Tensor:
-        return (q.unflatten(0, (-1, group)) @ k.mT.unsqueeze(1)).flatten(0, 1) * sm_scale
+        return (q.unflatten(0, (-1, kv_group_num)) @ k.mT.unsqueeze(1)).flatten(0, 1) * sm_scale
 
     logits = torch.where(is_exact, scores(exact[0]), scores(coded[0]))
     if logit_cap:
         logits = logit_cap * torch.tanh(logits / logit_cap)
-    weights = logits.masked_fill(~visible, float("-inf")).softmax(-1).unflatten(0, (-1, group))
+    weights = logits.masked_fill(~visible, float("-inf")).softmax(-1).unflatten(0, (-1, kv_group_num))
     from_exact = weights.masked_fill(~is_exact, 0.0) @ exact[1].unsqueeze(1)
     from_coded = weights.masked_fill(is_exact, 0.0) @ coded[1].unsqueeze(1)
     return (from_exact + from_coded).flatten(0, 1)

@@ -1,189 +1,115 @@
-"""What a calibration is asked to do, and every refusal that needs no weight read."""
+"""What a calibration can be asked: each option once, for `oscar calibrate` and for `oscar.calibrate`.
+
+Standard library only; `oscar.calibration.check` refuses what cannot work.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from oscar import config
-from oscar.calibration import run_sglang as sglang_capture
-from oscar.calibration import sources
-from oscar.calibration.load_model import DTYPES, first_line
-from oscar.calibration.run_transformers import check_supported
-from oscar.errors import OscarError
-from oscar.format.codec import RowFormat
-from oscar.format.identity import ModelIdentity
-from oscar.methods import METHODS
+from oscar.options import DEVICE, DTYPE, GROUP_SIZE, MODEL, Options, option, recent_tokens, sink_tokens, skip_layers
 
 CLIPS = ("paper", "search")
 BACKENDS = ("hf", "sglang")
-MIN_TOKENS_PER_DIM = 2
-"""Fewest tokens a head dimension: below one the value moment is singular whatever the text."""
+_MEASURED = "the error is measured with them"
+
+
+def method_names() -> tuple[str, ...]:
+    """Names of all methods, the default first. Imports torch."""
+    from oscar.methods import METHODS
+
+    return tuple(METHODS)
+
+
+def _method_help() -> str:
+    from oscar.methods import METHODS
+
+    return "; ".join(f"{name}: {method.help.replace('; ', ', ')}" for name, method in METHODS.items())
 
 
 @dataclass(frozen=True)
-class CalibrationOptions:
-    """Everything that decides an artifact's bytes.
+class CalibrationOptions(Options):
+    """Everything that decides an artifact's bytes. Three more are for Python only:
 
-    Attributes:
-        model: model folder, Hugging Face layout.
-        text: text files, "FILE" or "FILE:TOKENS" each (see `oscar.calibration.sources`); none: the model writes its own text.
-        tokens: budget over all text, held-out part included; where every file has a budget of its own, their sum counts.
-        method: a name in `oscar.methods.METHODS`.
-        share_heads: one transform for all KV heads of a layer, as the public implementation has it.
-        group_size: elements that share a centre and a step; None: head_dim.
-        clip: "paper": the method's fixed quantiles; "search": chosen per layer, head and side on held-out text.
-        k_clip, v_clip: fixed quantile of |x| in (0, 1] for one side; None: the method's own.
-        sink_tokens, recent_tokens: windows recorded and used to measure the error as served.
-        max_length: longest sequence in tokens; the model's context length caps it. None: that length, at most
-            `config.LONGEST_SEQUENCE`.
-        skip_layers: layers to leave in 16 bits; the artifact has no transforms of them.
-        seed: of the text that the model writes, and of the order in which JSON lines are taken.
-        dtype: "float32", "bfloat16", "float16" or "auto": the checkpoint's own on an accelerator; on CPU float32 if the
-            model then fits in half of the machine's memory.
-        device: a torch device or "auto": the accelerator if there is one.
-        backend: "hf": Transformers runs the model; "sglang": SGLang does (see `oscar.calibration.run_sglang`).
-        tp: tensor-parallel ranks of SGLang.
-        engine: further arguments of SGLang's engine, (name, value) pairs.
-        save_stats: also write the statistics to this file.
-        from_stats: take statistics and held-out text from this file instead of `text`, `tokens`, `max_length` and `seed`.
-        progress: draw a progress bar on stderr.
+    k_clip, v_clip: fixed quantile of |x| in (0, 1] for one side; None: the method's own.
+    progress: draw a progress bar on stderr.
     """
 
-    model: str | Path
-    text: tuple[str | Path, ...] = ()
-    tokens: int = config.DEFAULT_CALIBRATION_TOKENS
-    method: str = config.DEFAULT_METHOD
-    share_heads: bool = False
-    group_size: int | None = None
-    clip: str = "paper"
+    model: str | Path = field(metadata=MODEL)
+    text: Sequence[str | Path] = field(
+        default=(),
+        metadata=option(
+            'text to calibrate on: plain UTF-8, or .jsonl with "text", "prompt" or chat "messages" in each line; repeat for a '
+            "mix; a file without TOKENS shares evenly what the others leave of the tokens in all; without any text, the model "
+            "writes its own",
+            metavar="FILE[:TOKENS]",
+            many="repeat",
+        ),
+    )
+    tokens: int = field(
+        default=config.DEFAULT_CALIBRATION_TOKENS,
+        metadata=option("tokens to read in all, a tenth of them held out to measure the error", metavar="N"),
+    )
+    method: str = field(default=config.DEFAULT_METHOD, metadata=option(_method_help, choices=method_names))
+    share_heads: bool = field(
+        default=False,
+        metadata=option(
+            "one transform for all KV heads of a layer, as the public implementation; often much worse",
+        ),
+    )
+    group_size: int | None = field(default=None, metadata=GROUP_SIZE)
+    clip: str = field(
+        default="paper",
+        metadata=option(
+            f"paper: rows are clipped at the quantiles {config.DEFAULT_K_CLIP} (K) and {config.DEFAULT_V_CLIP} (V) of their "
+            "own |x|; search: quantiles per layer, head and side, chosen on half of the held-out text",
+            choices=CLIPS,
+        ),
+    )
     k_clip: float | None = None
     v_clip: float | None = None
-    sink_tokens: int = config.DEFAULT_SINK_TOKENS
-    recent_tokens: int = config.DEFAULT_RECENT_TOKENS
-    max_length: int | None = None
-    skip_layers: tuple[int, ...] = ()
-    seed: int = config.DEFAULT_SEED
-    dtype: str = "auto"
-    device: str = "auto"
-    backend: str = "hf"
-    tp: int = 1
-    engine: tuple[tuple[str, object], ...] = ()
-    save_stats: str | Path | None = None
-    from_stats: str | Path | None = None
+    sink_tokens: int = field(default=config.DEFAULT_SINK_TOKENS, metadata=sink_tokens(_MEASURED))
+    recent_tokens: int = field(default=config.DEFAULT_RECENT_TOKENS, metadata=recent_tokens(_MEASURED))
+    max_length: int | None = field(
+        default=None,
+        metadata=option(
+            "longest sequence in tokens, capped by the model's context length",
+            metavar="N",
+            default_is=f"that length, at most {config.LONGEST_SEQUENCE}",
+        ),
+    )
+    skip_layers: Sequence[int] = field(
+        default=(),
+        metadata=skip_layers("the artifact leaves them out, and the server asks for --oscar-allow-native-layers"),
+    )
+    seed: int = field(
+        default=config.DEFAULT_SEED,
+        metadata=option("seed of the text that the model writes and of the order of .jsonl lines", metavar="S"),
+    )
+    dtype: str = field(default="auto", metadata=DTYPE)
+    device: str = field(default="auto", metadata=DEVICE)
+    backend: str = field(
+        default="hf",
+        metadata=option(
+            "who runs the model: Transformers, or SGLang for what only it can hold; needs text",
+            choices=BACKENDS,
+        ),
+    )
+    tp: int = field(default=1, metadata=option("tensor-parallel ranks of SGLang", metavar="N"))
+    engine_args: Mapping[str, object] = field(
+        default_factory=dict, metadata=option("further arguments of SGLang's engine, as an object", metavar="JSON")
+    )
+    save_stats: str | Path | None = field(
+        default=None, metadata=option("also write the statistics to this file, to go on from later", metavar="FILE")
+    )
+    from_stats: str | Path | None = field(
+        default=None,
+        metadata=option(
+            "statistics and held-out text of an earlier run, instead of text, tokens, longest sequence and seed",
+            metavar="FILE",
+        ),
+    )
     progress: bool = True
-
-
-def check(options: CalibrationOptions):
-    """Step 1: everything that can be refused without reading a weight.
-
-    Returns:
-        (ModelIdentity, the model's Hugging Face configuration).
-    Raises:
-        OscarError: the input cannot work, as one sentence.
-    """
-    from transformers import AutoConfig
-
-    if options.method not in METHODS:
-        raise OscarError(f"method must be one of {', '.join(METHODS)}, got {options.method!r}")
-    if options.dtype not in ("auto", *DTYPES):
-        raise OscarError(f"dtype must be auto or one of {', '.join(DTYPES)}, got {options.dtype!r}")
-    for name in ("tokens", "max_length"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise OscarError(f"{name} must be positive, got {value}")
-    for name in ("sink_tokens", "recent_tokens"):
-        if getattr(options, name) < 0:
-            raise OscarError(f"{name} must not be negative, got {getattr(options, name)}")
-    for name in ("k_clip", "v_clip"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value <= 1:
-            raise OscarError(f"{name} must be in (0, 1], got {value}")
-    if not Path(options.model, "config.json").is_file():  # not left to the library, which would ask the network
-        raise OscarError(f"{options.model}: expected a model folder with config.json, found none; check the path")
-    try:
-        model_config = AutoConfig.from_pretrained(options.model)
-    except (OSError, ValueError, KeyError) as error:
-        raise OscarError(f"{options.model}: cannot read the model's configuration: {first_line(error)}") from error
-    check_supported(model_config)
-    if options.clip not in CLIPS:
-        raise OscarError(f"clip must be one of {', '.join(CLIPS)}, got {options.clip!r}")
-    _check_backend(options)
-    if options.clip == "search" and (options.k_clip is not None or options.v_clip is not None):
-        raise OscarError("clip: expected either a search or fixed quantiles, got both")
-    if options.from_stats is not None and (options.text or options.save_stats is not None):
-        other = "--text" if options.text else "--save-stats"
-        raise OscarError(f"--from-stats {options.from_stats}: expected no {other} beside it; the file has its own text")
-    for source in sources.parse(options.text, options.tokens):
-        sources.check(source)
-    identity = ModelIdentity.from_path(options.model)
-    check_skipped(options.skip_layers, identity)
-    try:
-        formats(options, identity)
-    except ValueError as error:
-        raise OscarError(f"group size does not fit this model: {error}") from error
-    if identity.weight_digest is None:
-        raise OscarError(f"{options.model}: expected weight files (*.safetensors), found none; check --model")
-    if needs_data(options):
-        check_enough(
-            sum(s.tokens for s in sources.parse(options.text, options.tokens)) or options.tokens, identity, "asked for"
-        )
-    return identity, model_config
-
-
-def check_skipped(skip_layers: tuple[int, ...], identity: ModelIdentity) -> None:
-    """Raise OscarError unless these are layers of the model, and not all of them."""
-    if bad := [i for i in skip_layers if not 0 <= i < identity.num_layers]:
-        raise OscarError(f"--skip-layers: expected layers from 0 to {identity.num_layers - 1}, got {bad[0]}")
-    if len(set(skip_layers)) == identity.num_layers:
-        raise OscarError(f"--skip-layers: expected fewer than all {identity.num_layers} layers; serve with --kv-quant none")
-
-
-def formats(options: CalibrationOptions, identity: ModelIdentity) -> tuple[RowFormat, RowFormat]:
-    """Row formats of K and V; a group as wide as a K row means a whole row on the V side too."""
-    size = options.group_size
-    v_size = identity.v_head_dim if size in (None, identity.head_dim) else size
-    return RowFormat(identity.head_dim, size), RowFormat(identity.v_head_dim, v_size)
-
-
-def needs_data(options: CalibrationOptions) -> bool:
-    """Whether any text has to be read for the statistics."""
-    return METHODS[options.method].needs_text or options.save_stats is not None
-
-
-def max_length(options: CalibrationOptions, model_config) -> int:
-    """Longest sequence in tokens."""
-    context = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
-    longest = options.max_length or config.LONGEST_SEQUENCE
-    if context and options.backend == "sglang":
-        context = max(1, context - sglang_capture.CONTEXT_MARGIN)
-    return min(longest, context or longest)
-
-
-def check_enough(tokens: int, identity: ModelIdentity, where: str) -> None:
-    """Raise OscarError unless the tokens are enough for the statistics of a head. where: how they were counted."""
-    need = MIN_TOKENS_PER_DIM * max(identity.head_dim, identity.v_head_dim)
-    if tokens < need:
-        raise OscarError(
-            f"too few tokens: expected at least {need} for head_dim {identity.head_dim}, got {tokens} {where}; "
-            "give more text or a larger --tokens"
-        )
-
-
-def _check_backend(options: CalibrationOptions) -> None:
-    """Refuse what a backend cannot do."""
-    if options.backend not in BACKENDS:
-        raise OscarError(f"backend must be one of {', '.join(BACKENDS)}, got {options.backend!r}")
-    if options.backend == "hf":
-        if options.tp != 1 or options.engine:
-            raise OscarError("--tp and --engine-args are for --backend sglang; expected neither with --backend hf")
-        return
-    if options.tp < 1:
-        raise OscarError(f"tp must be positive, got {options.tp}")
-    if not options.text and options.from_stats is None:
-        raise OscarError("--backend sglang: expected --text, got none; only --backend hf lets the model write its own")
-    if options.device != "auto":
-        raise OscarError("--backend sglang does not support --device; give SGLang's own through --engine-args")
-    if importlib.util.find_spec("sglang") is None:
-        raise OscarError("--backend sglang: expected the package sglang, found none; install it or use --backend hf")

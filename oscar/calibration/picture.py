@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+from oscar.calibration.report import by_layer
 from oscar.format.artifact import Artifact
 from oscar.format.sealed_file import write_whole
 
@@ -25,7 +26,7 @@ def draw(artifact: Artifact, path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     held_out = artifact.provenance.get("held_out", {})
-    errors, shape = held_out.get("layers", {}), artifact.provenance.get("shape", {})
+    errors, shape = by_layer(held_out.get("layers", {})), by_layer(artifact.provenance.get("shape", {}))
     figure = Figure(figsize=(12, 6.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 3)
@@ -34,17 +35,16 @@ def draw(artifact: Artifact, path: str | Path) -> None:
         f"{model.architecture}, {model.num_layers} layers, {model.num_kv_heads} KV heads of {model.head_dim}: "
         f"2-bit cache, method {artifact.method}, {held_out.get('tokens', 0):,} held-out tokens"
     )
-    layers = [int(i) for i in errors]
     for axis, side, title in zip(axes[0], ("k", "v", "attention"), ("keys", "values", "attention's output"), strict=True):
         _labels(axis, f"Error of {title}", "layer", "relative error")
-        if not layers:
+        if not errors:
             _empty(axis, "not measured")
             continue
         rows = list(errors.values())
-        axis.plot(layers, [e[f"plain_{side}"] for e in rows], "o-", color=_BEFORE, label="plain 2-bit")
-        axis.plot(layers, [e[side] for e in rows], "o-", color=_AFTER, label="this artifact")
+        axis.plot(list(errors), [e[f"plain_{side}"] for e in rows], "o-", color=_BEFORE, label="plain 2-bit")
+        axis.plot(list(errors), [e[side] for e in rows], "o-", color=_AFTER, label="this artifact")
         if side == "attention":
-            axis.plot(layers, [e["served"] for e in rows], "s-", color=_SERVED, label="as served, with windows")
+            axis.plot(list(errors), [e["served"] for e in rows], "s-", color=_SERVED, label="as served, with windows")
         axis.set_ylim(0, 1.3 * axis.get_ylim()[1])  # room for the legend above the curves
         axis.legend(frameon=False, fontsize=8, loc="upper left")
     _whole_numbers(axes[0])
@@ -56,7 +56,7 @@ def draw(artifact: Artifact, path: str | Path) -> None:
             continue
         for i, entry in shape.items():
             values = entry[f"{side}_spectrum"]
-            shade = (int(i) + 1) / len(shape)
+            shade = (i + 1) / len(shape)
             axis.plot([1 << n for n in range(len(values))], values, color=_AFTER, alpha=0.25 + 0.75 * shade, lw=1)
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
@@ -65,9 +65,8 @@ def draw(artifact: Artifact, path: str | Path) -> None:
     axis = axes[1][2]
     _labels(axis, "Outlier channels", "layer", "largest channel / median channel (RMS)")
     if shape:
-        numbers = [int(i) for i in shape]
         for side, colour, name in (("k", _AFTER, "keys"), ("v", _SERVED, "values")):
-            axis.plot(numbers, [e[f"{side}_outlier"] for e in shape.values()], "o-", color=colour, label=name)
+            axis.plot(list(shape), [e[f"{side}_outlier"] for e in shape.values()], "o-", color=colour, label=name)
         axis.set_yscale("log")
         axis.set_ylim(bottom=0.9)
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")

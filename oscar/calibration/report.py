@@ -1,8 +1,7 @@
-"""What an artifact says, for people and programs, and what a model's cache will take."""
+"""What an artifact says, for people and for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from oscar.calibration.calibrate import CalibrationOptions, check, formats
+from oscar import support
 from oscar.errors import OscarError
 from oscar.format import sizing
 from oscar.format.artifact import Artifact
@@ -26,10 +25,43 @@ CLEARLY_WORSE = 1.25
 """Ratio of attention errors from which one source of text is called worse than another."""
 
 
-def report(artifact: Artifact, console: Console) -> None:
+def by_layer(entries: dict[str, dict]) -> dict[int, dict]:
+    """A part of the provenance by layer number, in order. JSON has names for keys, and an artifact sorts them as text."""
+    return {i: entries[str(i)] for i in sorted(map(int, entries))}
+
+
+def summary(artifact: Artifact, name: str) -> Table:
+    """A table of what the artifact is made of. name: of its file."""
+    description, provenance, model = describe(artifact), artifact.provenance, artifact.model
+    clip = description["clip"]
+    rows = {
+        "model": f"{model.architecture}, {model.num_layers} layers, {model.num_qo_heads} query and {model.num_kv_heads} KV "
+        f"heads of {model.head_dim}" + ("" if model.v_head_dim == model.head_dim else f" (V: {model.v_head_dim})"),
+        "fingerprint": model.fingerprint,
+        "method": artifact.method + (", heads share a transform" if provenance.get("share_heads") else ""),
+        "clip quantile": f"K {clip['k']}, V {clip['v']}",
+        "bits per element": f"{description['bits_per_element']:.3f} in groups of {artifact.group_size}",
+        "bytes per token": f"{description['bytes_per_token']:,} ({description['bytes_per_token_16_bit']:,} in 16 bits)",
+        "windows": f"first {artifact.sink_tokens} and newest {artifact.recent_tokens} tokens in 16 bits",
+        "statistics": f"{artifact.num_tokens:,} tokens, longest sequence {provenance.get('longest_sequence', 0):,}",
+        "text": "; ".join(f"{d['source']}: {d['tokens']:,} tokens" for d in provenance.get("data", [])) or "none needed",
+        "seed, dtype": f"{provenance.get('seed')}, {provenance.get('dtype')} on {provenance.get('device')}",
+        "made with": ", ".join(f"{k} {v}" for k, v in provenance.get("versions", {}).items()),
+    }
+    for side, source in provenance.get("converted_from", {}).items():
+        rows[f"{side.upper()} from"] = f"{source['file']}, {source['objective']}, sha256 {source['sha256'][:16]}"
+    table = Table(title=f"OSCAR artifact {name}", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
+def show(artifact: Artifact, console: Console) -> None:
     """Print the held-out errors as a table, then what they mean in plain sentences."""
     held_out = artifact.provenance.get("held_out", {})
-    rows = [(f"layer {i}", errors) for i, errors in held_out.get("layers", {}).items()]
+    rows = [(f"layer {i}", errors) for i, errors in by_layer(held_out.get("layers", {})).items()]
     sources = held_out.get("sources", [])
     rows += [(s["source"], s) for s in sources] if len(sources) > 1 else []
     if not rows:
@@ -97,9 +129,17 @@ def verdict(artifact: Artifact) -> dict:
     return {"label": label, "error": error, "sentence": sentence}
 
 
+def say_warnings(artifact: Artifact, console: Console) -> None:
+    """Print the sentences of `warnings`."""
+    for line in warnings(artifact):
+        console.print(f"Note: {line}", highlight=False, soft_wrap=True)
+
+
 def warnings(artifact: Artifact) -> list[str]:
     """Sentences on what a user of this artifact should know; often none."""
     result = []
+    if sentence := support.not_served(artifact.provenance.get("not_served", [])):
+        result.append(sentence)
     if artifact.native_layers:
         missing = ", ".join(map(str, artifact.native_layers))
         result.append(f"no transforms of layers {missing}; they stay in 16 bits if served with --oscar-allow-native-layers.")
@@ -149,7 +189,9 @@ def describe(artifact: Artifact) -> dict:
         "native_layers": artifact.native_layers,
         "bits_per_element": sizing.bits_per_element(k_format, v_format, native / model.num_layers),
         "bytes_per_token": sizing.bytes_per_token(model.num_layers, model.num_kv_heads, k_format, v_format, native),
-        "bytes_per_token_16_bit": _full_bytes(model),
+        "bytes_per_token_16_bit": sizing.bytes_per_token_16_bit(
+            model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim
+        ),
         "verdict": verdict(artifact),
         "warnings": warnings(artifact),
         "provenance": artifact.provenance,
@@ -188,67 +230,6 @@ def verify(artifact: Artifact, path: str | Path) -> dict:
         "fingerprint": artifact.model.fingerprint,
         "condition": worst,
     }
-
-
-def plan(
-    model: str | Path,
-    group_size: int | None,
-    sink_tokens: int,
-    recent_tokens: int,
-    contexts: Iterable[int],
-    memory_gib: float | None = None,
-    skip_layers: tuple[int, ...] = (),
-) -> dict:
-    """Bytes of a model's KV cache in 2 and in 16 bits, from its config.json and the row format alone.
-
-    Args:
-        model: model folder.
-        group_size: as in CalibrationOptions.
-        sink_tokens, recent_tokens: windows that a running request also keeps in 16 bits.
-        contexts: request lengths in tokens.
-        memory_gib: memory for the cache; None leaves the request counts out.
-        skip_layers: layers that stay in 16 bits.
-    Returns:
-        JSON-able numbers in bytes and tokens.
-    Raises:
-        OscarError, OscarError: no such model, or a value that cannot be.
-    """
-    windows = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
-    options = CalibrationOptions(model, group_size=group_size, skip_layers=skip_layers, method="identity", **windows)
-    identity, _ = check(options)
-    if memory_gib is not None and memory_gib <= 0:
-        raise OscarError(f"memory must be positive, got {memory_gib} GiB")
-    if bad := [n for n in contexts if n <= 0]:
-        raise OscarError(f"context must be positive, got {bad[0]}")
-    k, v = formats(options, identity)
-    geometry, native = (identity.num_layers, identity.num_kv_heads), len(set(skip_layers))
-    coded, full = sizing.bytes_per_token(*geometry, k, v, native), _full_bytes(identity)
-    window = sizing.bytes_per_request(*geometry, identity.head_dim, identity.v_head_dim, **windows)
-    requests = []
-    for tokens in contexts:
-        total_bytes = tokens * coded + window
-        row = {
-            "tokens": tokens,
-            "bytes": total_bytes,
-            "bytes_16_bit": tokens * full,
-            "ratio": tokens * full / total_bytes,
-        }
-        if memory_gib is not None:
-            budget = int(memory_gib * 2**30)
-            row |= {"requests": budget // total_bytes, "requests_16_bit": budget // (tokens * full)}
-        requests.append(row)
-    return {
-        "bytes_per_token": coded,
-        "bytes_per_token_16_bit": full,
-        "ratio": full / coded,
-        "bits_per_element": sizing.bits_per_element(k, v, native / identity.num_layers),
-        "window_bytes": window,
-        "contexts": requests,
-    }
-
-
-def _full_bytes(model: ModelIdentity) -> int:
-    return sizing.bytes_per_token_16_bit(model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim)
 
 
 def artifact_bytes(identity: ModelIdentity) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oscar import support
 from oscar.errors import OscarError
 
 _NAMES = itertools.count()
@@ -65,23 +66,12 @@ def check_supported(config) -> None:
     """Refuse, before any weight is read, a model whose attention cannot be captured or quantised.
 
     Args:
-        config: the model's Hugging Face configuration.
+        config: the model's Hugging Face configuration, an object or the dictionary of a config.json.
     Raises:
-        OscarError: latent attention, encoder-decoder, learned sinks, or layers without attention.
+        OscarError: a feature for which `oscar.support` refuses calibration, with the table's sentence.
     """
-    text = config.get_text_config(decoder=True)
-    name = f"model type {getattr(text, 'model_type', 'unknown')!r}"
-    if getattr(config, "is_encoder_decoder", False):
-        raise OscarError(f"{name} is an encoder-decoder; expected a decoder-only language model")
-    if getattr(text, "kv_lora_rank", None):
-        raise OscarError(f"{name} uses latent attention (MLA), whose cache has no heads; expected MHA, GQA or MQA")
-    if "gpt_oss" in getattr(text, "model_type", ""):
-        raise OscarError(f"{name} has learned attention sinks, which this build does not support")
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
-        raise OscarError(
-            f"{name} has layers of kind {', '.join(other)}; expected full or sliding-window attention in every layer"
-        )
+    for key, detail in support.refused(config, "calibration"):
+        raise OscarError(support.model_refusal(key, support.model_name(config), detail))
 
 
 @contextmanager

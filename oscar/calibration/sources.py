@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class Source:
     name: str
 
 
-def parse(items: tuple[str | Path, ...], tokens: int) -> list[Source]:
+def parse(items: Iterable[str | Path], tokens: int) -> list[Source]:
     """Sources with their budgets.
 
     Args:
@@ -49,20 +49,20 @@ def parse(items: tuple[str | Path, ...], tokens: int) -> list[Source]:
     Raises:
         OscarError: nothing is left for a source without a budget of its own, a budget is not positive, or a file comes twice.
     """
-    split = [_split(str(item)) for item in items]
-    given = sum(n for _, n in split if n is not None)
-    open_ended = sum(n is None for _, n in split)
+    pieces = [split(str(item)) for item in items]
+    given = sum(n for _, n in pieces if n is not None)
+    open_ended = sum(n is None for _, n in pieces)
     each = (tokens - given) // open_ended if open_ended else 0
     if open_ended and each <= 0:
-        free = next(path for path, n in split if n is None)
+        free = next(path for path, n in pieces if n is None)
         raise OscarError(f"--text {free}: the other sources take {given} of {tokens} tokens, none is left; raise --tokens")
-    paths = [Path(path) for path, _ in split]
+    paths = [Path(path) for path, _ in pieces]
     if twice := [p for i, p in enumerate(paths) if p in paths[:i]]:
         raise OscarError(f"--text {twice[0]}: expected every file once, got it twice")
     names = [p.name if sum(q.name == p.name for q in paths) == 1 else f"{p.parent.name}/{p.name}" for p in paths]
     if len(set(names)) < len(names):
         names = [str(p) for p in paths]
-    return [Source(p, each if n is None else n, name) for p, (_, n), name in zip(paths, split, names, strict=True)]
+    return [Source(p, each if n is None else n, name) for p, (_, n), name in zip(paths, pieces, names, strict=True)]
 
 
 def check(source: Source) -> None:
@@ -101,7 +101,8 @@ def sequences(source: Source, tokenizer, max_length: int, seed: int) -> list[Seq
     return result
 
 
-def _split(item: str) -> tuple[str, int | None]:
+def split(item: str) -> tuple[str, int | None]:
+    """(file, tokens) of "FILE:TOKENS"; tokens are None where none are given. Raises OscarError: they are not positive."""
     path, colon, count = item.rpartition(":")
     if not colon or Path(item).exists() or not count.lstrip("-").isdigit():
         return item, None
@@ -182,4 +183,4 @@ def _reading(path: Path):
     try:
         return path.open("rb")
     except OSError as error:
-        raise OscarError(f"--text {path}: expected a readable text file: {os.strerror(error.errno)}") from error
+        raise OscarError(f"--text {path}: expected a readable text file: {os.strerror(error.errno or 0)}") from error

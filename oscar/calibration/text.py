@@ -83,6 +83,11 @@ class Sequence:
     held_out: bool
 
 
+def num_tokens(sequences: list[Sequence]) -> int:
+    """Tokens of all sequences together."""
+    return sum(len(s.tokens) for s in sequences)
+
+
 def share(budget: int, max_length: int) -> list[tuple[int, bool]]:
     """(length in tokens, held out) of the sequences a budget is cut into: the last tenth is held out."""
     held_out = max(1, round(budget * HELD_OUT_SHARE))
@@ -270,7 +275,7 @@ def end_tokens(model, tokenizer) -> set[int]:
     """Tokens after which the model has nothing more to say."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = set(ends) if isinstance(ends, list) else {ends}
-    return (ends | {getattr(tokenizer, "eos_token_id", None)}) - {None}
+    return {end for end in (*ends, getattr(tokenizer, "eos_token_id", None)) if end is not None}
 
 
 def check_file(path: Path) -> None:
@@ -305,7 +310,7 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             yield file
     except OSError as error:
-        raise OscarError(f"--text {path}: expected a readable text file: {os.strerror(error.errno)}") from error
+        raise OscarError(f"--text {path}: expected a readable text file: {os.strerror(error.errno or 0)}") from error
 
 
 def _decode(path: Path, raw: bytes) -> str:

@@ -2,34 +2,28 @@
 
     python scripts/bench/ablation.py [--variants plain outliers] [--json F.json]
 
-Every arm is read through the serving kernels (`oscar.evaluate.reader`), on the embedded model and on variants of it that
-compute the same with harder keys and values (`stress.py`): context exact, continuation teacher-forced, small windows so that
-nearly everything is read from 2 bits. Columns: relative error of attention's output (mean over layers), mean KL to exact
+Every configuration is read through the serving kernels (`oscar.evaluation.reader`), on the embedded model and on variants of it
+that compute the same with harder keys and values (`stress.py`): context exact, continuation teacher-forced, small windows so
+that nearly everything is read from 2 bits. Columns: relative error of attention's output (mean over layers), mean KL to exact
 attention in nats with half of its 95 % interval, top-1 agreement.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import setups
 import stress
 import torch
-from transformers import AutoConfig, AutoTokenizer
 
 from oscar import config, methods
-from oscar.calibration import text
-from oscar.calibration.calibrate import CalibrationOptions, collect
-from oscar.calibration.load_model import load_model
-from oscar.embedded import embedded_model
-from oscar.evaluate.arms import Arm, from_layers
-from oscar.evaluate.reader import Reader
-from oscar.evaluate.run import HELD_OUT
-from oscar.evaluate.text_scores import read_documents, score_text
+from oscar.evaluation.configurations import Configuration, from_layers
+from oscar.evaluation.reader import Reader
+from oscar.evaluation.text_scores import score_text
 from oscar.format.codec import RowFormat
 from oscar.format.identity import ModelIdentity
 from oscar.format.side import LayerTransforms
@@ -37,7 +31,6 @@ from oscar.methods.hadamard import equaliser, scattered
 from oscar.methods.matrices import eigenvectors, rotate, shape_noise
 from oscar.methods.registry import side
 from oscar.methods.statistics import LayerStatistics
-from oscar.progress import Steps
 
 WINDOWS = (4, 16)
 CLIP = (config.DEFAULT_K_CLIP, config.DEFAULT_V_CLIP)
@@ -154,62 +147,56 @@ OURS: dict[str, tuple[Build, int | None]] = {
 }
 
 
-def make_arms(layers: dict[int, LayerStatistics], model: ModelIdentity) -> list[Arm]:
-    """All arms of both tables."""
-    arms = []
+def make_configurations(layers: dict[int, LayerStatistics], model: ModelIdentity) -> list[Configuration]:
+    """All configurations of both tables."""
+    made = []
     for name, (build, parts) in (PAPER | OURS).items():
         formats = (RowFormat(d, d // (parts or 1)) for d in (model.head_dim, model.v_head_dim))
-        arms.append(from_layers(name, model, {i: build(s) for i, s in layers.items()}, *formats))
-    return arms
+        made.append(from_layers(name, model, {i: build(s) for i, s in layers.items()}, *formats))
+    return made
 
 
-def measure(variant: str, arguments) -> dict[str, dict]:
-    """Figures of all arms on one variant."""
-    folder = arguments.model
-    model_config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    model = load_model(folder, model_config, "float32", "cpu")
-    identity = ModelIdentity.from_path(folder)
-    tokens = config.DEFAULT_CALIBRATION_TOKENS if arguments.tokens is None else arguments.tokens
-    given = text.from_model(model, tokenizer, tokens, config.LONGEST_SEQUENCE, config.DEFAULT_SEED)
-    stress.apply(variant, model, given[0].tokens[:1024])
-    options = CalibrationOptions(folder, method="oscar-surrogate", tokens=tokens, dtype="float32", device="cpu")
-    arms = make_arms(collect(options, identity, model, model_config, Steps(False), given).layers, identity)
-    files = [Path(folder) / name for name in HELD_OUT]
-    documents = read_documents(files, tokenizer, arguments.context + arguments.continuation, arguments.documents)
-    scores = score_text(Reader(model), documents, arguments.context, arms, [WINDOWS], errors_on=4)
-    return {arm.name: scores[arm.name, WINDOWS].summary() for arm in arms}
+def measure(variant: str, given: list, arguments) -> dict[str, dict]:
+    """Figures of all configurations on one variant. given: calibration text. arguments: of the command line."""
+    subject = setups.Subject.of(variant, arguments.model, given)
+    made = make_configurations(subject.layers, subject.identity)
+    documents = subject.documents(arguments.context + arguments.continuation, arguments.documents)
+    scores = score_text(Reader(subject.model), documents, arguments.context, made, [WINDOWS], errors_on=4)
+    return {configuration.name: scores[configuration.name, WINDOWS].summary() for configuration in made}
 
 
-def table(name: str, arms: dict, found: dict) -> str:
+def table(name: str, configurations: dict, found: dict) -> str:
     """One table as text."""
-    lines = [f"\n{name}", f"{'arm':<38}{'attention':>11}{'KL':>10}{'+-':>9}{'top-1':>8}"]
-    for arm in arms:
-        f = found[arm]
+    lines = [f"\n{name}", f"{'configuration':<38}{'attention':>11}{'KL':>10}{'+-':>9}{'top-1':>8}"]
+    for configuration in configurations:
+        f = found[configuration]
         error = sum(f["attn_rel_err"]) / len(f["attn_rel_err"])
         half = (f["kl_ci"][1] - f["kl_ci"][0]) / 2
-        lines.append(f"{arm:<38}{error:>11.3f}{f['kl_mean']:>10.4f}{half:>9.4f}{f['top1_agreement']:>8.1%}")
+        lines.append(f"{configuration:<38}{error:>11.3f}{f['kl_mean']:>10.4f}{half:>9.4f}{f['top1_agreement']:>8.1%}")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    setups.add_model(parser, "Qwen3 folder with held-out texts")
     parser.add_argument(
-        "--model", type=Path, default=embedded_model(), help="Qwen3 folder with held-out texts (default: embedded)"
+        "--variants", nargs="+", default=["plain", "outliers"], choices=list(stress.VARIANTS), help="stress models"
     )
-    parser.add_argument("--variants", nargs="+", default=["plain", "outliers"], choices=list(stress.VARIANTS))
-    parser.add_argument("--tokens", type=int, help="calibration tokens (default: as `oscar calibrate`)")
+    parser.add_argument(
+        "--tokens", type=int, default=config.DEFAULT_CALIBRATION_TOKENS, help="calibration tokens (default: %(default)s)"
+    )
     parser.add_argument("--context", type=int, default=1024, help="tokens before a continuation (default: %(default)s)")
     parser.add_argument("--continuation", type=int, default=256, help="tokens decoded (default: %(default)s)")
     parser.add_argument("--documents", type=int, default=16, help="most documents (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
-    results = {}
+    given, results = setups.written_text(arguments.model, arguments.tokens), {}
     for variant in arguments.variants:
-        results[variant] = measure(variant, arguments)
+        results[variant] = measure(variant, given, arguments)
         print(table(f"{variant}: the paper's factors", PAPER, results[variant]))
         print(table(f"{variant}: ours, one change at a time", OURS, results[variant]), flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        setups.write_json(arguments.json, results)
 
 
 if __name__ == "__main__":

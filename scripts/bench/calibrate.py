@@ -2,10 +2,10 @@
 
     python scripts/bench/calibrate.py --model MODEL --tokens 8192 65536
 
-Each arm runs in a process of its own, so that its peak memory is its own. The plain arm loads the model and runs the decoder
-once over the tokens; the other is `oscar.calibrate`: text, statistics, matrices and the held-out error. The time
-that the plain arm takes to load the model is taken off both. CPU seconds stand beside the clock's, since other work on the
-machine changes only the latter.
+Each of the two runs in a process of its own, so that its peak memory is its own. The plain one loads the model and runs the
+decoder once over the tokens; the other is `oscar.calibrate`: text, statistics, matrices and the held-out error. The time that
+the plain one takes to load the model is taken off both. Times are in seconds, memory in MiB. CPU seconds stand beside the
+clock's, since other work on the machine changes only the latter.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import setups
 import torch
 
 from oscar import config
@@ -30,26 +31,26 @@ from oscar.calibration.load_model import load_model, load_tokenizer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, metavar="DIR")
+    parser.add_argument("--model", required=True, metavar="DIR", help="model folder")
     parser.add_argument("--text", metavar="FILE", help="text to read (default: Python's own sources)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 65536], metavar="N")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 65536], metavar="N", help="calibration tokens")
     parser.add_argument("--max-length", type=int, default=4096, metavar="N", help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--method", default=config.DEFAULT_METHOD, metavar="NAME", help="(default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N")
-    parser.add_argument("--output", metavar="FILE", help="also write the figures as JSON")
-    parser.add_argument("--arm", choices=("forward", "calibrate"), help=argparse.SUPPRESS)
+    parser.add_argument("--method", default=config.DEFAULT_METHOD, metavar="NAME", help="method (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures")
+    parser.add_argument("--side", choices=("forward", "calibrate"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.arm:
-        print(json.dumps(measure(options.arm, settings(options, options.tokens[0]))))
+    if options.side:
+        print(json.dumps(measure(options.side, settings(options, options.tokens[0]))))
         return
     rows = []
     for tokens in options.tokens:
-        arms = {arm: run(arm, options, tokens) for arm in ("forward", "calibrate")}
-        plain, whole = arms["forward"], arms["calibrate"]
+        sides = {side: run(side, options, tokens) for side in ("forward", "calibrate")}
+        plain, whole = sides["forward"], sides["calibrate"]
         for name in ("seconds", "cpu_seconds"):
             whole[name] -= plain["load"][name]
-        rows.append({"tokens": tokens, "max_length": options.max_length, "method": options.method} | arms)
+        rows.append({"tokens": tokens, "max_length": options.max_length, "method": options.method} | sides)
         print(
             f"{tokens:,} tokens: forward {plain['seconds']:.1f} s ({plain['cpu_seconds']:.1f} of CPU), calibration "
             f"{whole['seconds']:.1f} s ({whole['cpu_seconds']:.1f}): ratio {whole['seconds'] / plain['seconds']:.2f} "
@@ -57,12 +58,12 @@ def main() -> None:
             f"{whole['peak_mib']:.0f} MiB",
             flush=True,
         )
-    if options.output:
-        Path(options.output).write_text(json.dumps(rows, indent=1) + "\n")
+    if options.json:
+        setups.write_json(options.json, rows)
 
 
 def settings(options: argparse.Namespace, tokens: int) -> CalibrationOptions:
-    """What both arms read: `tokens` tokens of the text in sequences of --max-length."""
+    """What both sides read: `tokens` tokens of the text in sequences of --max-length."""
     return CalibrationOptions(
         options.model,
         text=(options.text,),
@@ -75,18 +76,18 @@ def settings(options: argparse.Namespace, tokens: int) -> CalibrationOptions:
     )
 
 
-def run(arm: str, options: argparse.Namespace, tokens: int) -> dict:
-    """The figures of one arm, out of a process of its own."""
+def run(side: str, options: argparse.Namespace, tokens: int) -> dict:
+    """The figures of one side, out of a process of its own."""
     text = options.text or python_sources(tokens)
-    command = [sys.executable, __file__, "--arm", arm, "--model", options.model, "--text", str(text), "--tokens", str(tokens)]
+    command = [sys.executable, __file__, "--side", side, "--model", options.model, "--text", str(text), "--tokens", str(tokens)]
     command += ["--max-length", str(options.max_length), "--method", options.method, "--threads", str(options.threads)]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
 
 
-def measure(arm: str, settings: CalibrationOptions) -> dict:
-    """{"seconds", "cpu_seconds": of the arm; "load": those of loading the model; "peak_mib": largest resident memory}."""
-    _, model_config = check(settings)  # imports what both arms need
-    if arm == "calibrate":
+def measure(side: str, settings: CalibrationOptions) -> dict:
+    """{"seconds", "cpu_seconds": of the side; "load": those of loading the model; "peak_mib": largest resident memory}."""
+    _, model_config = check(settings)  # imports what both sides need
+    if side == "calibrate":
         clock = Clock()
         calibrate(settings)
         return {**clock.read(), "peak_mib": peak_mib()}

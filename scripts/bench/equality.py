@@ -7,17 +7,16 @@ counts as a near-tie when the two candidates were closer than --tie in log-proba
 
 import argparse
 import concurrent.futures
-import json
 import sys
 from pathlib import Path
 
+import setups
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from oscar.embedded import embedded_model
-from oscar.evaluate.local_server import LocalServer
-from oscar.evaluate.needles import held_out_sentences, make_needle
+from oscar.evaluation.local_server import LocalServer
+from oscar.evaluation.needles import held_out_sentences, make_needle
 
 
 def make_prompts(model: str, n: int) -> list[list[int]]:
@@ -61,39 +60,39 @@ def compare(got, reference, tie: float) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=None, help="model folder (default: the embedded model)")
+    setups.add_model(parser)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], help="dtypes to run (default: both)")
     parser.add_argument("--n", type=int, default=24, help="prompts (default 24)")
     parser.add_argument("--new-tokens", type=int, default=48, help="tokens an answer (default 48)")
     parser.add_argument("--tie", type=float, default=0.1, help="near-tie: closer than this many nats (default 0.1)")
-    parser.add_argument("--json", default=None, help="file for the figures")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
 
-    model = args.model or str(embedded_model())
+    model = str(args.model)
     prompts = make_prompts(model, args.n)
     table = Table(title=f"{args.n} greedy answers of {args.new_tokens} tokens against stock SGLang, one at a time")
-    for column in ("dtype", "arm", "equal", "near-ties", "other", "max log-prob diff"):
-        table.add_column(column, justify="left" if column in ("dtype", "arm") else "right")
+    for column in ("dtype", "configuration", "equal", "near-ties", "other", "max log-prob diff"):
+        table.add_column(column, justify="left" if column in ("dtype", "configuration") else "right")
     results = {}
     for dtype in args.dtype:
         common = ("--dtype", dtype, "--max-total-tokens", "32768", "--random-seed", "1")
-        arms = {}
+        found = {}
         with LocalServer(model, *common, "--disable-radix-cache") as server:
             reference = [ask(server, ids, args.new_tokens) for ids in prompts]
-            arms["stock, 8 at a time"] = together(server, prompts, args.new_tokens)
+            found["stock, 8 at a time"] = together(server, prompts, args.new_tokens)
         with LocalServer(model, *common, "--kv-quant", "oscar", "--oscar-codec", "lossless") as server:
-            arms["lossless, one at a time"] = [ask(server, ids, args.new_tokens) for ids in prompts]
-            arms["lossless, prefix hits"] = [ask(server, ids, args.new_tokens) for ids in prompts]
+            found["lossless, one at a time"] = [ask(server, ids, args.new_tokens) for ids in prompts]
+            found["lossless, prefix hits"] = [ask(server, ids, args.new_tokens) for ids in prompts]
             server.flush_cache()
-            arms["lossless, 8 at a time"] = together(server, prompts, args.new_tokens)
-        for name, answers in arms.items():
+            found["lossless, 8 at a time"] = together(server, prompts, args.new_tokens)
+        for name, answers in found.items():
             row = compare(answers, reference, args.tie)
             results[f"{dtype}: {name}"] = row
             counts = (f"{row[key]}" for key in ("equal", "near_ties", "other"))
             table.add_row(dtype, name, *counts, f"{row['max_logprob_diff']:.1e}")
     Console(width=110).print(table)
     if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+        setups.write_json(args.json, results)
     return 0
 
 

@@ -1,16 +1,16 @@
-"""Every method on every stress model, at three contexts and three sizes of the windows: docs/quality.json and its tables.
+"""Every method on every stress model, at three contexts and three sizes of the windows: the tables of docs/quality.md.
 
     python scripts/bench/quality_table.py [--scale 1] [--jobs 2]
 
 The embedded model writes the calibration text once; its variants compute the same, so they are calibrated on the same tokens.
 Per variant and context, each document and prompt is read exactly once and shared by all methods and windows. Variants run in
-processes of one thread each.
+processes of one thread each. All figures also go into build/quality.json: divergence in nats, agreement as a share, bits an
+element.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import platform
@@ -21,27 +21,20 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported, in the workers too
 
+import setups
 import stress
 import torch
-from transformers import AutoConfig, AutoTokenizer
 
 from oscar import config
 from oscar.calibration import text
-from oscar.calibration.calibrate import collect
-from oscar.calibration.load_model import load_model
-from oscar.calibration.options import CalibrationOptions
-from oscar.embedded import embedded_model
-from oscar.evaluate import arms as making
-from oscar.evaluate.reader import Reader
-from oscar.evaluate.run import HELD_OUT
-from oscar.evaluate.task_scores import score_tasks
-from oscar.evaluate.tasks import make
-from oscar.evaluate.text_scores import read_documents, score_text
-from oscar.format.identity import ModelIdentity
+from oscar.evaluation import configurations as making
+from oscar.evaluation.reader import Reader
+from oscar.evaluation.task_scores import score_tasks
+from oscar.evaluation.tasks import make
+from oscar.evaluation.text_scores import score_text
 from oscar.methods import METHODS
-from oscar.progress import Steps
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 WINDOWS = ((0, 0), (4, 16), (64, 256))
 CONTINUATION = 256
 SIZES = {1024: (12, 100), 2048: (12, 60), 4096: (8, 30)}
@@ -62,33 +55,27 @@ def measure(job: tuple[str, str, list, dict, float]) -> tuple[str, dict]:
     """One variant: {context: {"S,R": {method: figures}}} and the seconds each context took."""
     name, folder, given, sizes, scale = job
     torch.set_num_threads(1)
-    model_config = AutoConfig.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = load_model(folder, model_config, "float32", "cpu")
-    stress.apply(name, model, given[0].tokens[:1024])
-    identity = ModelIdentity.from_path(folder)
-    options = CalibrationOptions(folder, method="oscar-surrogate", dtype="float32", device="cpu")
-    layers = collect(options, identity, model, model_config, Steps(False), given).layers
-    arms = [making.from_method(method, options, identity, layers) for method in methods()]
-    reader, stop = Reader(model), text.end_tokens(model, tokenizer)
+    subject = setups.Subject.of(name, Path(folder), given)
+    tokenizer, identity = subject.tokenizer, subject.identity
+    made = [making.from_method(method, subject.options, identity, subject.layers) for method in methods()]
+    reader, stop = Reader(subject.model), text.end_tokens(subject.model, tokenizer)
     result: dict = {}
     for context, (documents, prompts) in sizes.items():
         began = time.monotonic()
-        files = [Path(folder) / file for file in HELD_OUT]
-        chosen = read_documents(files, tokenizer, context + CONTINUATION, max(2, round(documents * scale)))
-        found = score_text(reader, chosen, context, arms, WINDOWS, errors_on=2)
+        chosen = subject.documents(context + CONTINUATION, max(2, round(documents * scale)))
+        found = score_text(reader, chosen, context, made, WINDOWS, errors_on=2)
         asked = [make("retrieval", tokenizer, context, seed) for seed in range(max(1, round(prompts * scale)))]
-        graded = {"retrieval": score_tasks(reader, tokenizer, stop, asked, arms, WINDOWS)}
+        graded = {"retrieval": score_tasks(reader, tokenizer, stop, asked, made, WINDOWS)}
         for kind, count in HARD.get(context, {}).items():
             asked = [make(kind, tokenizer, context, seed) for seed in range(max(1, round(count * scale)))]
-            graded[kind] = score_tasks(reader, tokenizer, stop, asked, arms, WINDOWS, generated=False)
+            graded[kind] = score_tasks(reader, tokenizer, stop, asked, made, WINDOWS, generated=False)
         cells = {}
         for w in WINDOWS:
             cells[f"{w[0]},{w[1]}"] = {
-                arm.name: {"bits_per_element": arm.bits_per_element(identity, context, w)}
-                | found[arm.name, w].summary()
-                | {kind: scores[arm.name, w].summary() for kind, scores in graded.items()}
-                for arm in arms
+                configuration.name: {"bits_per_element": configuration.bits_per_element(identity, context, w)}
+                | found[configuration.name, w].summary()
+                | {kind: scores[configuration.name, w].summary() for kind, scores in graded.items()}
+                for configuration in made
             }
         result[str(context)] = {"cells": cells, "documents": len(chosen), "seconds": round(time.monotonic() - began, 1)}
         print(f"{name}, context {context}: {result[str(context)]['seconds']:.0f} s", file=sys.stderr, flush=True)
@@ -168,9 +155,7 @@ def write_tables(record: dict, page: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", type=Path, default=embedded_model(), help="Qwen3 folder with held-out texts (default: embedded)"
-    )
+    setups.add_model(parser, "Qwen3 folder with held-out texts")
     parser.add_argument("--variants", nargs="+", default=list(stress.VARIANTS), help="stress models (default: all)")
     parser.add_argument("--contexts", nargs="+", type=int, default=list(SIZES), help="contexts in tokens (default: all)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on documents and prompts (default: %(default)s)")
@@ -178,16 +163,16 @@ def main() -> None:
         "--tokens", type=int, default=config.DEFAULT_CALIBRATION_TOKENS, help="calibration tokens (default: %(default)s)"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
-    parser.add_argument("--json", type=Path, default=DOCS / "quality.json", help="figures (default: docs/quality.json)")
     parser.add_argument(
-        "--page", type=Path, default=DOCS / "quality.md", help="page the tables go into (default: docs/quality.md)"
+        "--json", type=Path, default=ROOT / "build" / "quality.json", help="file for the figures (default: build/quality.json)"
+    )
+    parser.add_argument(
+        "--page", type=Path, default=ROOT / "docs" / "quality.md", help="page the tables go into (default: docs/quality.md)"
     )
     arguments = parser.parse_args()
     began = time.monotonic()
     torch.set_num_threads(1)
-    model = load_model(arguments.model, AutoConfig.from_pretrained(arguments.model), "float32", "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    given = text.from_model(model, tokenizer, arguments.tokens, config.LONGEST_SEQUENCE, config.DEFAULT_SEED)
+    given = setups.written_text(arguments.model, arguments.tokens)
     print(f"calibration text: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     sizes = {context: SIZES[context] for context in arguments.contexts}
     jobs = [(name, str(arguments.model), given, sizes, arguments.scale) for name in arguments.variants]
@@ -206,7 +191,7 @@ def main() -> None:
                 "versions": {name: version(name) for name in ("oscar-kv", "torch", "transformers")},
                 "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "jobs": arguments.jobs},
             }
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            setups.write_json(arguments.json, record)
             write_tables(record, arguments.page)
     print(f"{time.monotonic() - began:.0f} s in all", file=sys.stderr)
 

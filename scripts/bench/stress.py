@@ -149,7 +149,7 @@ def write(name: str, source: str | Path, folder: str | Path) -> float:
     from transformers import AutoConfig, AutoTokenizer
 
     from oscar.calibration.load_model import load_model
-    from oscar.evaluate.needles import held_out_sentences
+    from oscar.evaluation.needles import held_out_sentences
 
     source, folder = Path(source), Path(folder)
     model = load_model(source, AutoConfig.from_pretrained(source), "float32", "cpu")

@@ -119,7 +119,7 @@ def check_graph(sizes: Sizes, device: str) -> str | None:
     batch = Batch((5000, 900, 330), codec, device)
     state = TritonLayers({0: (batch.layers[0].cache, codec)}, sizes.num_qo_heads)
     state.reserve(4, batch.maps)
-    decode = TritonDecode(state, max_bs=4)
+    decode = TritonDecode(state, 4, batch.maps)
     q = torch.randn(4, sizes.num_qo_heads, sizes.dim, device=device)
     requests, lens = torch.tensor([0, 1, 2, 0], device=device), torch.tensor([5000, 900, 330, 0], device=device)
 

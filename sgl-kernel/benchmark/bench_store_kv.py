@@ -2,69 +2,80 @@
 
     python sgl-kernel/benchmark/bench_store_kv.py --json out.json
 
-Both arms run interleaved over several layers, so that a layer's transforms come from memory as they do in serving.
+Milliseconds a call, and the microseconds of a call for one token of one layer whose transforms are in the caches. The library
+and the reference run interleaved over several layers, so that a layer's transforms come from memory as they do in serving.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 
+import common
 import torch
-from common import SHAPES, machine, random_layer, summary
+from common import SHAPES, Shape
 
-from oscar_kernel import store_kv
-from oscar_kernel.cpu import library as cpu
+from oscar_kernel import Layers
+
+NUM_SLOTS, NUM_ROWS = 4096, 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 512, 2048], help="new tokens a call")
-    parser.add_argument("--shape", default="qwen3-8b", help=f"comma-separated: {', '.join(SHAPES)}")
-    parser.add_argument("--layers", type=int, default=28, help="layers cycled")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", help="file to write")
+    parser = common.parser(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 8, 512, 2048], help="new tokens a call")
+    parser.add_argument("--layers", type=int, default=28, help="layers cycled (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="calls that are timed (default: %(default)s)")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    print(machine()["text"])
-    cases = []
+    record = common.begin(args) | {"overhead_us": {}, "cases": []}
     for name in args.shape.split(","):
         shape = SHAPES[name]
-        layers = [random_layer(shape, 4096, 64, seed=i) for i in range(args.layers)]
+        ours = common.random_layers(shape, args.layers, NUM_SLOTS, NUM_ROWS)
+        layers = {i: (ours.cache(i), ours.codec(i)) for i in range(args.layers)}
+        by_impl = {"cpu": ours, "reference": Layers(layers, shape.num_qo_heads, impl="reference")}
+        if args.overhead_calls:
+            k, v, loc, rows = new_tokens(shape, 1)
+            found = common.overhead(lambda: ours.store(0, k, v, loc, rows), args.overhead_calls)  # noqa: B023
+            record["overhead_us"][name] = found
+            print(common.overhead_line(f"{name}, one store of 1 token", found), flush=True)
         for n in args.tokens:
-            k, v = (torch.randn(n, shape.num_kv_heads, shape.head_dim).bfloat16() for _ in range(2))
-            loc = torch.randperm(4096)[:n]
-            rows = torch.full((n,), 64)
-            rows[: min(n, 64)] = torch.arange(min(n, 64))
-            times: dict[str, list[float]] = {"cpu": [], "reference": []}
-            for i in range(args.rounds + args.layers):
-                codec, cache = layers[i % args.layers]
-                for impl, values in times.items():
-                    if impl == "reference" and i % 4:
-                        continue
-                    begin = time.perf_counter()
-                    store_kv(k, v, loc, rows, cache, codec, impl=impl)
-                    if i >= args.layers:  # the first round prepares each layer
-                        values.append(1e3 * (time.perf_counter() - begin))
-            ours, reference = (statistics.median(times[impl]) for impl in ("cpu", "reference"))
-            cases.append(
-                {
-                    "shape": name,
-                    "tokens": n,
-                    "cpu_ms": ours,
-                    "reference_ms": reference,
-                    "ratio": reference / ours,
-                    "rows_per_second": 2e3 * n * shape.num_kv_heads / ours,
-                    "arms": {impl: summary(values) for impl, values in times.items()},
-                }
-            )
-            print(f"{name} {n:5d} tokens: {ours:.3f} ms, reference {reference:.3f} ms ({reference / ours:.1f}x)", flush=True)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"machine": machine(), "threads": args.threads, "isa": cpu.default_isa(), "cases": cases}, file, indent=1)
+            case = run_case(shape, n, by_impl, args.rounds)
+            record["cases"].append(case)
+            ms, reference = case["cpu_ms"], case["reference_ms"]
+            print(f"{name} {n:5d} tokens: {ms:.3f} ms, reference {reference:.3f} ms ({case['ratio']:.1f}x)", flush=True)
+    common.end(args, record)
+
+
+def new_tokens(shape: Shape, n: int) -> tuple[torch.Tensor, ...]:
+    """k, v, loc and window rows of n tokens, the first of which go into windows."""
+    k, v = (torch.randn(n, shape.num_kv_heads, shape.head_dim).bfloat16() for _ in range(2))
+    rows = torch.full((n,), NUM_ROWS)
+    rows[: min(n, NUM_ROWS)] = torch.arange(min(n, NUM_ROWS))
+    return k, v, torch.randperm(NUM_SLOTS)[:n], rows
+
+
+def run_case(shape: Shape, n: int, by_impl: dict[str, Layers], rounds: int) -> dict:
+    """Figures of n tokens a call; the reference runs in every fourth round."""
+    k, v, loc, rows = new_tokens(shape, n)
+    num_layers = len(by_impl["cpu"].by_id)
+    times: dict[str, list[float]] = {impl: [] for impl in by_impl}
+    for i in range(rounds + num_layers):
+        for impl, values in times.items():
+            if impl == "reference" and i % 4:
+                continue
+            begin = time.perf_counter()
+            by_impl[impl].store(i % num_layers, k, v, loc, rows)
+            if i >= num_layers:  # the first round brings every layer into memory
+                values.append(1e3 * (time.perf_counter() - begin))
+    ours, reference = (statistics.median(times[impl]) for impl in ("cpu", "reference"))
+    return {
+        "shape": shape.name,
+        "tokens": n,
+        "cpu_ms": ours,
+        "reference_ms": reference,
+        "ratio": reference / ours,
+        "rows_per_second": 2e3 * n * shape.num_kv_heads / ours,
+        "arms": {impl: common.summary(values) for impl, values in times.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -1,18 +1,30 @@
-"""What the benchmarks share: shapes, random layers, the machine's name and its read bandwidth."""
+"""What the benchmarks share: shapes, layers and batches of a size, the machine, and how a call is timed."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from oscar.format.codec import RowFormat
-from oscar.format.linalg import inverses
-from oscar_kernel import LayerCache, LayerCodec, host_memory
+from oscar.format.windows import WindowMaps
+from oscar_kernel import Layers
 from oscar_kernel.cpu import library as cpu
+from oscar_kernel.testing import random_cache, random_codec
+
+COLD_BYTES = 256 << 20
+"""Cache of all layers of a configuration together: eight times a large last-level cache."""
+BESIDE_BYTES = 32 << 20
+"""What other work touches between two calls: more than a core's own caches, as the rest of a layer's weights do."""
+OVERHEAD_TOKENS = 64
+OVERHEAD_WINDOWS = (16, 16)
+"""Of the call whose overhead is measured: little work, and both kinds of rows are read."""
 
 
 @dataclass(frozen=True)
@@ -31,44 +43,78 @@ SHAPES = {
 }
 
 
-def as_in_pool(x: Tensor) -> Tensor:
-    """x in memory as the server's pool has it."""
-    return host_memory.zeros(tuple(x.shape), x.dtype).copy_(x)
+def layers_for(num_bytes: int) -> int:
+    """How many layers of so many bytes keep a configuration's cache out of the last-level cache."""
+    return max(2, -(-COLD_BYTES // max(1, num_bytes)))
 
 
-def random_layer(shape: Shape, num_slots: int, num_rows: int, seed: int) -> tuple[LayerCodec, LayerCache]:
-    """A layer with V folded and random rows: codes of any value, centres around 0, steps around 0.8.
+def random_layers(shape: Shape, count: int, num_slots: int, num_rows: int, bits: int = 2) -> Layers:
+    """Layers 0 to count - 1 with random rows, V folded, for the C++ library.
 
     Args:
         num_slots: slots of the pool.
         num_rows: window rows; one more is made for writes that go nowhere.
+        bits: 2 for packed rows, 16 for bfloat16 rows read by the same kernels. Queries are transformed either way.
     """
-    g = torch.Generator().manual_seed(seed)
-    heads, dim = shape.num_kv_heads, shape.head_dim
-    fmt = RowFormat(dim)
-    transform = torch.linalg.qr(torch.randn(heads, dim, dim, generator=g)).Q.float()
-    codec = LayerCodec(
-        k_format=fmt,
-        v_format=fmt,
-        k_transform=transform.double(),
-        q_transform=inverses(transform.double()).transpose(1, 2).float().contiguous(),
-        v_transform=None,
-        v_inverse=None,
-        k_clip=torch.full((heads,), 0.96),
-        v_clip=torch.full((heads,), 0.92),
+    made = {}
+    for i in range(count):
+        codec = random_codec(shape.num_kv_heads, shape.head_dim, fold=True, float32=True, native=bits == 16, seed=i)
+        made[i] = random_cache(codec, num_slots, num_rows, seed=i), codec
+    return Layers(made, shape.num_qo_heads, impl="cpu")
+
+
+def paged_slots(bs: int, ctx: int, page_size: int = 64) -> Tensor:
+    """[bs, ctx] int32 slots of pages in shuffled order; slot 0 stays free."""
+    pages = -(-ctx // page_size)
+    order = torch.randperm(bs * pages).view(bs, pages, 1) * page_size + torch.arange(page_size) + 1
+    return order.view(bs, -1)[:, :ctx].int().contiguous()
+
+
+def full_windows(slots: Tensor, sink_tokens: int, recent_tokens: int) -> WindowMaps:
+    """Maps in which both windows of every sequence are full. slots: [bs, ctx] as from `paged_slots`."""
+    bs, ctx = slots.shape
+    sinks = min(sink_tokens, ctx)
+    recent = min(recent_tokens, ctx - sinks)
+    num_rows = bs * (sinks + recent)
+    row_of_slot = torch.full((int(slots.max()) + 1 if ctx else 1,), -1, dtype=torch.int32)
+    slot_of_row = torch.full((num_rows + 1,), -1, dtype=torch.int64)
+    if num_rows:
+        window = torch.cat((slots[:, :sinks], slots[:, ctx - recent :]), 1).flatten().long()
+        row_of_slot[window] = torch.arange(num_rows, dtype=torch.int32)
+        slot_of_row[:num_rows] = window
+    return WindowMaps(row_of_slot, slot_of_row, sinks, recent)
+
+
+def overhead(run: Callable[[], object], calls: int) -> dict[str, dict[str, float]]:
+    """Microseconds of a call that has next to nothing to do: what a call costs beside its work.
+
+    Args:
+        run: the call.
+        calls: how many are timed in each of the two settings; the two take turns, 20 calls each.
+    Returns:
+        "back_to_back": calls one after another. "beside": BESIDE_BYTES are read and written before each call, as the rest of a
+        model does. Each as `summary` gives it.
+    """
+    other = torch.ones(BESIDE_BYTES, dtype=torch.uint8)
+    times: dict[str, list[float]] = {"back_to_back": [], "beside": []}
+    while len(times["beside"]) < calls:
+        for name, values in times.items():
+            for i in range(21):
+                if name == "beside":
+                    other.add_(1)
+                begin = time.perf_counter()
+                run()
+                if i:  # the first call of a turn comes after the other setting's
+                    values.append(1e6 * (time.perf_counter() - begin))
+    return {name: summary(values) for name, values in times.items()}
+
+
+def overhead_line(what: str, found: dict) -> str:
+    """What `overhead` found, for a reader."""
+    return (
+        f"overhead, {what}: {found['beside']['median']:.0f} us beside other work "
+        f"({found['beside']['p25']:.0f} to {found['beside']['p75']:.0f}), {found['back_to_back']['median']:.0f} us back to back"
     )
-
-    def rows() -> Tensor:
-        out = torch.randint(0, 256, (num_slots, heads, fmt.row_bytes), dtype=torch.uint8, generator=g)
-        centre = torch.randn(num_slots, heads, generator=g) * 0.1
-        step = 0.6 + 0.4 * torch.rand(num_slots, heads, generator=g)
-        out[..., fmt.code_bytes :] = torch.stack((centre, step), -1).half().view(torch.uint8)
-        return as_in_pool(out)
-
-    def window() -> Tensor:
-        return as_in_pool(torch.randn(num_rows + 1, heads, dim, generator=g).bfloat16())
-
-    return codec, LayerCache(rows(), rows(), window(), window())
 
 
 def bandwidth_buffer() -> Tensor:
@@ -114,3 +160,29 @@ def summary(values: list[float]) -> dict[str, float]:
         "min": ordered[0],
         "max": ordered[-1],
     }
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have."""
+    made = argparse.ArgumentParser(description=doc.split("\n")[0])
+    made.add_argument("--shape", default="qwen3-8b", help=f"comma-separated: {', '.join(SHAPES)} (default: %(default)s)")
+    made.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of a call (default: PyTorch's)")
+    made.add_argument(
+        "--overhead-calls", type=int, default=1000, help="calls to measure a call's overhead by; 0: none (default: %(default)s)"
+    )
+    made.add_argument("--json", type=Path, help="file to write")
+    return made
+
+
+def begin(args: argparse.Namespace) -> dict:
+    """Set the threads and print the machine; the start of the record that `end` writes."""
+    torch.set_num_threads(args.threads)
+    about = machine()
+    print(about["text"])
+    return {"machine": about, "threads": args.threads, "isa": cpu.default_isa()}
+
+
+def end(args: argparse.Namespace, record: dict) -> None:
+    """Write the record where --json says."""
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1) + "\n")

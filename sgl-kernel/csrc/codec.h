@@ -1,4 +1,5 @@
-// The 2-bit row format for C++ and CUDA. `oscar/format/codec.py` defines it; a test compares every constant below with that module.
+// The 2-bit row format for C++ and CUDA. `oscar/format/codec.py` defines it. A test compares the integers below with that
+// module; the tests of bytes compare the rest.
 //
 //     byte   0                          31 32      33 34    35        head_dim = 128, one group
 //            +----------------------------+----------+--------+
@@ -6,7 +7,7 @@
 //            +----------------------------+----------+--------+
 //
 // Code byte b holds channels b, b + q, b + 2q, b + 3q (q = head_dim / 4) in bits 0-1, 2-3, 4-5, 6-7.
-// x_hat = centre + level[code] * step in float32, levels (-1.5, -0.5, 0.5, 1.5) unless the artifact brings its own.
+// x_hat = centre + (code - 1.5) * step in float32; centre and step are float16.
 
 #ifndef OSCAR_CODEC_H_
 #define OSCAR_CODEC_H_
@@ -17,12 +18,15 @@ enum {
   kFormatVersion = 1,
   kBits = 2,
   kCodesPerByte = 4,
-  kMetaBytes = 4,  // one (centre, step) pair of 16-bit floats
+  kMetaBytes = 4,  // one (centre, step) pair of float16
   kNumLevels = 4,
 };
 
 // float32(1/3), as bits so that no compiler rounds it again.
 static const uint32_t kOneThirdBits = 0x3eaaaaab;
+
+// A code stands for code - kMidCode steps from the centre: -1.5, -0.5, 0.5 or 1.5.
+static constexpr float kMidCode = 1.5f;
 
 static_assert(kCodesPerByte * kBits == 8, "codes fill a byte");
 static_assert((1 << kBits) == kNumLevels, "one level a code");

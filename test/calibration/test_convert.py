@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from oscar.calibration.convert import METHOD, convert, read
+from oscar.calibration.report import warnings
 from oscar.commands import main as cli
 from oscar.errors import OscarError
 from oscar.format import artifact as artifacts
@@ -56,6 +57,16 @@ def test_layouts(version, heads, key, files, tiny_models, tmp_path):
     record = loaded.provenance["converted_from"]
     assert record["k"]["objective"] == "qqt_r_h_pbr" and record["v"]["format_version"] == version
     assert len(record["k"]["sha256"]) == 64 and loaded.provenance["share_heads"] == (heads is None)
+
+
+def test_conversion_asks_the_same_table(files, tiny_models, tmp_path):
+    """A model that serving refuses is converted with a warning where calibration takes it, and refused where it does not."""
+    made = convert(*files(), tiny_models("Gemma3Text"))
+    assert len([line for line in warnings(made) if "sliding-window attention" in line]) == 1
+    config = json.loads((tiny_models() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 32}))
+    with pytest.raises(OscarError, match=r"latent attention \(MLA\) \(kv_lora_rank=32\)"):
+        convert(*files(), tmp_path)
 
 
 class Evil:

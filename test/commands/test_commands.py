@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,9 @@ import torch
 
 import oscar.embedded
 from oscar import config
+from oscar.calibration.options import CalibrationOptions
 from oscar.commands import main as cli
+from oscar.commands.from_dataclass import read_options
 from oscar.format import artifact as artifacts
 
 PROSE = "The command line reads files and writes files. " * 60
@@ -93,19 +96,25 @@ def test_quiet_is_quiet(tiny_models, tmp_path, capsys):
     assert (captured.out, captured.err) == ("", "")
 
 
-def test_defaults_are_the_config(tiny_models):
-    options = cli.build_parser().parse_args(["calibrate", "--model", "m", "--output", "o"])
+def test_defaults_are_the_config():
+    found = cli.build_parser().parse_args(["calibrate", "--model", "m", "--output", "o"])
+    options = read_options(CalibrationOptions, found)
+    assert options == CalibrationOptions("m")
     assert (options.tokens, options.max_length) == (config.DEFAULT_CALIBRATION_TOKENS, None)
     assert (options.sink_tokens, options.recent_tokens) == (config.DEFAULT_SINK_TOKENS, config.DEFAULT_RECENT_TOKENS)
     assert (options.method, options.seed, options.share_heads) == (config.DEFAULT_METHOD, config.DEFAULT_SEED, False)
 
 
-def test_methods_are_those_of_transform():
-    from oscar.calibration import options
-    from oscar.commands import parser as arguments
+def test_methods_are_those_of_the_registry(capsys):
     from oscar.methods import METHODS
 
-    assert sorted(arguments.METHODS) == sorted(METHODS) and arguments.CLIPS == options.CLIPS
+    for command in ("calibrate", "evaluate"):
+        assert run(command, "--help") == 0
+        shown = re.sub(r"-\s+", "-", capsys.readouterr().out)  # lines are broken at dashes
+        assert all(re.search(rf"(?<![\w-]){name}(?![\w-])", shown) for name in METHODS)
+    words = ["calibrate", "--model", "m", "--output", "o", "--method"]
+    for name in METHODS:
+        assert cli.build_parser().parse_args([*words, name]).method == name
 
 
 def test_inspect(made, capsys):
@@ -120,6 +129,29 @@ def test_inspect(made, capsys):
     assert found["bytes_per_token"] == 2 * 2 * 2 * (32 // 4 + 4) + 4
     assert found["clip"] == {"k": config.DEFAULT_K_CLIP, "v": config.DEFAULT_V_CLIP}
     assert found["file_bytes"] == file.stat().st_size
+
+
+def test_layers_are_in_the_order_of_their_numbers(tiny_models, tmp_path, capsys, monkeypatch):
+    """A file sorts its keys as text: 0, 1, 10, 11, 2. People read 0, 1, 2."""
+    from matplotlib.axes import Axes
+
+    drawn, plot = [], Axes.plot
+
+    def watch(axis, x, *more, **style):
+        drawn.append(list(x))
+        return plot(axis, x, *more, **style)
+
+    monkeypatch.setattr(Axes, "plot", watch)
+    file, model = tmp_path / "a", tiny_models(num_hidden_layers=12)
+    arguments = ("calibrate", "--model", model, "--output", file, "--tokens", 512, "--picture", tmp_path / "a.png")
+    assert run(*arguments) == 0
+    made = capsys.readouterr().out
+    assert run("inspect", file, "--picture", tmp_path / "b.png") == 0
+    for printed in (made, capsys.readouterr().out):
+        assert list(map(int, re.findall(r"layer (\d+) ", printed))) == list(range(12))
+    by_layer = [x for x in drawn if len(x) == 12]
+    assert len(by_layer) == 2 * (7 + 2) and all(x == list(range(12)) for x in by_layer)  # errors, then outlier channels
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 def test_plan(tiny_models, capsys):
@@ -160,9 +192,27 @@ def test_help_says_units_and_defaults(capsys):
         assert run(command, "--help") == 0
 
 
-def test_module_runs_and_help_loads_no_torch():
-    code = "import sys, oscar.commands.main as c; c.build_parser().format_help(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+@pytest.mark.parametrize("words", [[], *([name] for name in cli.COMMANDS if name not in ("calibrate", "evaluate"))])
+def test_help_loads_no_torch(words):
+    """Those of `calibrate` and `evaluate` do, for the names of the methods."""
+    code = (
+        "import atexit, os, sys; from oscar.commands.main import main\n"
+        "heavy = lambda: os._exit(any(name in sys.modules for name in ('torch', 'transformers', 'rich')))\n"
+        f"atexit.register(heavy); main({[*words, '--help']!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and (not words or words[0] in done.stdout), done.stderr
+
+
+def test_only_the_command_that_runs_is_imported():
+    code = (
+        "import sys; from oscar.commands.main import main; main(['model-path'])\n"
+        "sys.exit(any('oscar.commands.' + name in sys.modules for name in ('calibrate', 'plan', 'evaluate')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_module_runs():
     done = subprocess.run([sys.executable, "-m", "oscar", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "calibrate" in done.stdout
 
@@ -249,12 +299,10 @@ def test_no_space(tiny_models, tmp_path, capsys, monkeypatch):
 
 
 def test_interrupt_leaves_the_old_file(tiny_models, tmp_path, capsys, monkeypatch):
-    from oscar.calibration import calibrate
-
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibrate, "_measure", interrupted)
+    monkeypatch.setattr("oscar.calibration.runner.TransformersRunner.measure", interrupted)
     (tmp_path / "a").write_text("old")
     model = tiny_models()
     capsys.readouterr()
@@ -306,7 +354,7 @@ def test_model_path_and_needle(tmp_path, capsys, monkeypatch, make_tokenizer):
     assert run("model-path") == 0
     assert capsys.readouterr().out.strip() == str(tmp_path)
 
-    from oscar.evaluate import needles
+    from oscar.evaluation import needles
 
     sentences = tuple(f"Sentence number {i} says nothing of interest to anyone." for i in range(50))
     monkeypatch.setattr(needles, "held_out_sentences", lambda: sentences)

@@ -1,4 +1,7 @@
-"""Store, decode and extend against a float64 oracle that looks at one token at a time."""
+"""Store, decode and extend against a float64 oracle that looks at one token at a time.
+
+One file runs every implementation, hence more than 400 lines: what one of them must do is asked of all.
+"""
 
 import itertools
 import os
@@ -378,6 +381,25 @@ def test_a_poisoned_row_stays_its_own(backend):
     batch.cache.k.buffer[batch.req_to_token[0, 20].long()] = codec.k.encode(codec.k.store(bad[20:21]))
     out = batch.decode(torch.ones(2, 2, 64), [40, 40], 0.1, **backend)
     assert torch.isfinite(out).all() and torch.equal(out[1], clean[1])
+
+
+@pytest.mark.parametrize("lens", [[3, 12], [90, 200]], ids=["windows", "windows_and_pool"])
+@pytest.mark.parametrize("backend", EXTEND_IMPLS, indirect=True)
+def test_nan_logits_give_nan(lens, backend):
+    """As in the reference: a query row whose logits are all NaN from its first tile on, and one with a single NaN key."""
+    codec = random_codec(2, 64, 64)
+    batch = batch_of(lens, 2, 2, 64, 64, codec)
+    batch.cache.k.window[int(batch.maps.row_of_slot[batch.req_to_token[1, 2].long()]), 1] = float("nan")
+    q = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(14))
+    q[0, 1] = float("nan")
+    expected = batch.decode(q, lens, 0.125, impl="reference").isnan()
+    assert expected.any(-1).tolist() == [[False, True, False, False], [False, False, True, True]]
+    assert torch.equal(batch.decode(q, lens, 0.125, **backend).isnan(), expected)
+
+    many = q.repeat_interleave(40, 0)  # enough query rows for AMX tiles
+    new = codec.k.store(torch.zeros(80, 2, 64)), codec.v.store(torch.zeros(80, 2, 64))
+    out = batch.extend(many, *new, [0, 40, 80], lens, 0.125, **backend)
+    assert torch.equal(out.isnan(), expected.repeat_interleave(40, 0))
 
 
 def test_states_merge_to_the_whole():

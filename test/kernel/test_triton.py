@@ -2,7 +2,8 @@
 
 Triton decides when it is imported whether kernels are interpreted. Without a card this file therefore runs itself once more, in
 a process of its own with TRITON_INTERPRET=1; nothing else of the test run sees that setting. TRITON_INTERPRET=1 pytest on this
-file shows the cases one by one. What needs the compiler, lowering for cards that are not there, is in the outer process.
+file shows the cases one by one. What needs the compiler, lowering for cards that are not there, is in the outer process. One
+process means one file, hence more than 400 lines.
 """
 
 import itertools
@@ -460,7 +461,7 @@ def test_padding_and_fixed_buffers():
     before = [x.clone() for _, side in sides(state.by_id[0].cache) for x in (side.buffer, side.window)]
     maps, table = moved(batch.maps), moved(batch.req_to_token)
     state.reserve(8, maps)
-    decode, addresses = triton_attention.TritonDecode(state, max_bs=4), set()
+    decode, addresses = triton_attention.TritonDecode(state, 4, maps), set()
     q = torch.randn(4, 2, 64, generator=torch.Generator().manual_seed(9))
     for order in ([0, 1, 2], [1], [2, 0]):  # sequences of three steps, each fewer than the buffers hold
         padding = 4 - len(order)
@@ -479,7 +480,7 @@ def test_padding_and_fixed_buffers():
     after = [x for _, side in sides(state.by_id[0].cache) for x in (side.buffer, side.window)]
     for x, y in zip(after, before, strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-    with pytest.raises(ValueError, match="expected the 4 rows that max_bs fixed, got 3"):
+    with pytest.raises(ValueError, match="expected the 4 rows that the wrapper was made for, got 3"):
         decode.plan(table, torch.arange(3, device=DEVICE), batch.lens, maps)
 
 
@@ -526,7 +527,7 @@ class Served:
 
     SINK, RECENT = 2, 3
 
-    def __init__(self, impl, codecs, max_bs=None):
+    def __init__(self, impl, codecs, graph_bs=None):
         self.device = DEVICE if impl == "triton" else "cpu"
         num_rows = 2 * (self.SINK + self.RECENT)
         caches = {i: LayerCache.zeros(codec, 60, num_rows, self.device) for i, codec in codecs.items()}
@@ -538,7 +539,7 @@ class Served:
             if impl == "triton"
             else WindowMaps(*no_rows, self.SINK, self.RECENT)
         )
-        self.lens, self.outs, self.max_bs, self.g = [0, 0], [], max_bs, torch.Generator().manual_seed(21)
+        self.lens, self.outs, self.graph_bs, self.g = [0, 0], [], graph_bs, torch.Generator().manual_seed(21)
 
     def take(self, b, n):
         """Slots and window rows of n new tokens of sequence b; both maps are set."""
@@ -563,7 +564,6 @@ class Served:
         loc, rows = map(torch.cat, zip(*(self.take(b, n) for b, n in enumerate(new_lens)), strict=True))
         step = self.layers.batch_extend()
         step.plan(self.req_to_token, torch.arange(2, device=self.device), prefix, qo_indptr, self.maps, loc, rows)
-        self.outs.append(step.sink_rows().cpu())
         self.write_maps(loc, rows)
         for i in self.layers.by_id:
             q, k, v = self.new(len(loc))
@@ -577,11 +577,12 @@ class Served:
         loc, rows = map(torch.cat, zip(*(self.take(b, 1) for b in range(2)), strict=True))
         self.write_maps(loc, rows)
         request, lens, padding = torch.arange(2), torch.tensor(self.lens), 0
-        if self.max_bs is not None:
-            padding = self.max_bs - 2
+        if self.graph_bs is not None:
+            padding = self.graph_bs - 2
             request, lens = (torch.nn.functional.pad(x, (0, padding)) for x in (request, lens))
             loc, rows = (torch.nn.functional.pad(x, (0, padding), value=-1) for x in (loc, rows))
-        step = self.layers.batch_decode(self.max_bs)
+        fixed = self.graph_bs is not None
+        step = self.layers.graph_decode(self.graph_bs, self.maps) if fixed else self.layers.batch_decode()
         step.plan(self.req_to_token, request.to(self.device), lens.to(self.device), self.maps, loc, rows)
         for i in self.layers.by_id:
             q, k, v = (torch.cat((x, x.new_ones(padding, *x.shape[1:]))) for x in self.new(2))
@@ -592,12 +593,15 @@ class Served:
 
 
 @runs_kernels
-@pytest.mark.parametrize("max_bs", [None, 3])
-def test_plan_and_run_serve_a_model(max_bs):
+@pytest.mark.parametrize("graph_bs", [None, 3])
+def test_plan_and_run_serve_a_model(graph_bs):
     """Two layers with error shaping and one in 16 bits: chunked prompts, then decode steps, as on the reference."""
-    shaped = codec_of(1, 32, 32, fold=True, shaping="kv"), codec_of(1, 32, 32, shaping="v")
-    codecs = {1: shaped[0], 4: LayerCodec.native(1, 32, 32), 7: shaped[1]}
-    models = [Served("reference", codecs), Served("triton", codecs, max_bs)]
+    codecs = {
+        1: codec_of(1, 32, 32, fold=True, shaping="kv"),
+        4: LayerCodec.native(1, 32, 32),
+        7: codec_of(1, 32, 32, shaping="v"),
+    }
+    models = [Served("reference", codecs), Served("triton", codecs, graph_bs)]
     for model in models:
         model.extend([6, 1])
         model.extend([4, 0])

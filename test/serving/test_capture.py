@@ -14,7 +14,7 @@ from oscar.calibration.run_transformers import capturing
 from oscar.calibration.text import Sequence
 from oscar.format.artifact import Artifact
 from oscar.format.identity import ModelIdentity
-from oscar.format.side import LayerTransforms
+from oscar.format.side import LayerTransforms, Side
 from oscar.methods.statistics import MomentSums, SurrogateSums, output_moment
 
 LENGTHS = (300, 1, 77)  # the first in three chunks
@@ -82,13 +82,14 @@ def artifact(model):
     generator = torch.Generator().manual_seed(2)
     layers = {
         i: LayerTransforms(
-            *(torch.linalg.qr(torch.randn(2, 64, 64, generator=generator)).Q for _ in "kv"),
-            torch.tensor([0.96, 0.9]),
-            torch.tensor([0.92, 0.94]),
+            *(
+                Side(torch.linalg.qr(torch.randn(2, 64, 64, generator=generator)).Q, torch.tensor(clip))
+                for clip in ([0.96, 0.9], [0.92, 0.94])
+            )
         )
         for i in range(2)
     }
-    return Artifact(model[2], "test", 64, "float16", 4, 16, 1, layers)
+    return Artifact(model[2], "test", 64, 4, 16, 1, layers)
 
 
 def test_surrogate_equals_the_other_capture(model, sequences):
@@ -115,7 +116,7 @@ def test_clip_search_equals_the_other_capture(model, sequences, artifact):
             run(s.tokens.unsqueeze(0))
     best = expected.best()
     assert list(found) == [1]
-    assert torch.equal(found[1].k_clip, best.k_clip) and torch.equal(found[1].v_clip, best.v_clip)
+    assert torch.equal(found[1].k.clip, best.k.clip) and torch.equal(found[1].v.clip, best.v.clip)
 
 
 def test_errors_equal_the_other_capture(model, sequences, artifact):

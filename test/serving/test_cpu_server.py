@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oscar.evaluate.local_server import LocalServer
+from oscar.evaluation.local_server import LocalServer
 
 PROMPTS = ["hello", "The quick brown fox jumps over the lazy dog. " * 4, "1 2 3 4 5 6"]
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import sglang  # noqa: F401  runs the platform plugin before ServerArgs exists
-from sglang.srt.oscar import entry as early
-from sglang.srt.oscar import upstream
+from sglang.srt.oscar import check_upstream, entry, upstream
 
 import oscar
 
@@ -59,10 +58,10 @@ def test_upstream_files_are_as_the_wheel_brought_them():
 
 
 def test_every_upstream_symbol_is_there_with_its_parameters():
-    upstream.check()
+    check_upstream.check()
     for symbol in upstream.SYMBOLS:
         assert symbol.why
-        assert upstream.compare(symbol) is None
+        assert check_upstream.compare(symbol) is None
 
 
 def test_every_name_we_import_is_listed():
@@ -76,20 +75,19 @@ def test_every_name_we_import_is_listed():
                 continue
             for alias in node.names:
                 name = f"{module}.{alias.name}"
-                if not any(entry == name or entry.startswith(f"{name}.") for entry in known):
+                if not any(listed == name or listed.startswith(f"{name}.") for listed in known):
                     missing.append(f"{file.name}: {name}")
     assert not missing
 
 
 def test_every_hook_target_is_listed(monkeypatch):
     from sglang.srt.layers.attention import attention_registry
-    from sglang.srt.oscar import plugin
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     targets = []
     monkeypatch.setattr(attention_registry, "register_attention_backend", lambda name: lambda factory: factory)
     monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind=None, **_: targets.append(target))
-    plugin.register()
+    entry.register()
     assert targets and set(targets) <= {symbol.name for symbol in upstream.SYMBOLS}
 
 
@@ -101,7 +99,7 @@ def test_names_are_listed_once():
 def test_every_resolution_step_we_wrap_is_overridable():
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-    for step in early.RESOLUTION_STEPS:
+    for step in entry.RESOLUTION_STEPS:
         register_resolution_hook(step)  # raises for an unknown step; registers nothing until it is applied
 
 
@@ -109,7 +107,10 @@ def test_every_resolution_step_we_wrap_is_overridable():
 def stub(monkeypatch):
     """A module that stands for upstream, with one class that has one method."""
     module = types.ModuleType("stub_upstream")
-    exec("class Pool:\n    def write(self, loc, value): ...\n", module.__dict__)
+    source = (
+        "class Pool:\n    size: int\n    def __init__(self): self.rows = self.spare\n    def write(self, loc, value): ...\n"
+    )
+    exec(source, module.__dict__)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
 
@@ -118,6 +119,7 @@ def stub(monkeypatch):
     ("symbol", "told"),
     [
         (upstream.Symbol("stub_upstream.Pool.move", "why"), "stub_upstream.Pool.move is missing"),
+        (upstream.Symbol("stub_upstream.Pool.spare", "why"), "stub_upstream.Pool.spare is missing"),
         (upstream.Symbol("stub_upstream.gone.Pool", "why"), "stub_upstream.gone.Pool is missing"),
         (upstream.Symbol("no_such_package.Pool", "why"), "no_such_package.Pool is missing"),
         (upstream.Symbol("stub_upstream.Pool.write", "why", ("loc",)), "takes (loc, value), expected (loc)"),
@@ -125,15 +127,20 @@ def stub(monkeypatch):
     ],
 )
 def test_a_difference_is_one_line_that_names_it(stub, symbol, told):
-    with pytest.raises(upstream.UpstreamMismatch) as caught:
-        upstream.check([upstream.Symbol("stub_upstream.Pool.write", "why", ("loc", "value")), symbol])
+    with pytest.raises(check_upstream.UpstreamMismatch) as caught:
+        check_upstream.check([upstream.Symbol("stub_upstream.Pool.write", "why", ("loc", "value")), symbol])
     assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_field_of_instances_is_found(stub):
+    """Annotated, or set by a method; one that a method only reads is not there."""
+    check_upstream.check([upstream.Symbol(f"stub_upstream.Pool.{name}", "why") for name in ("size", "rows", "write")])
 
 
 def test_renamed_symbol_stops_the_start(monkeypatch, tmp_path):
     import transformers
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.oscar import resolve
+    from sglang.srt.oscar.refusal import OscarRefusal
     from sglang.srt.server_args import ServerArgs
 
     config = transformers.Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
@@ -141,15 +148,15 @@ def test_renamed_symbol_stops_the_start(monkeypatch, tmp_path):
     config.save_pretrained(tmp_path)
     monkeypatch.delattr(KVCacheConfigurator, "_resolve_kv_pool_class")
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with pytest.raises(resolve.OscarRefusal, match="KVCacheConfigurator._resolve_kv_pool_class is missing"):
+    with pytest.raises(OscarRefusal, match="KVCacheConfigurator._resolve_kv_pool_class is missing"):
         ServerArgs(model_path=str(tmp_path), kv_quant="oscar").resolve_once()
 
 
 @pytest.mark.parametrize("found", ["0.5.22", "0.5.24", "none"])
 def test_another_version_stops_with_found_and_wanted(monkeypatch, found):
-    monkeypatch.setattr(upstream, "installed_version", lambda: found)
-    with pytest.raises(upstream.UpstreamMismatch) as caught:
-        upstream.check()
+    monkeypatch.setattr(check_upstream, "installed_version", lambda: found)
+    with pytest.raises(check_upstream.UpstreamMismatch) as caught:
+        check_upstream.check()
     assert f"sglang {found}" in str(caught.value) and f"sglang=={oscar.SGLANG_VERSION}" in str(caught.value)
 
 
@@ -157,24 +164,24 @@ def test_attach_failure_ends_a_start_that_asks_for_us_and_no_other(monkeypatch):
     def fails():
         raise ImportError("no module named sglang.srt.arg_groups")
 
-    monkeypatch.setattr(early, "_attach", fails)
+    monkeypatch.setattr(entry, "_attach", fails)
     monkeypatch.setattr(sys, "argv", ["launch_server", "--kv-quant", "oscar"])
     with pytest.raises(SystemExit, match=f"could not attach to sglang .*sglang=={oscar.SGLANG_VERSION}"):
-        early.activate()
+        entry.activate()
     monkeypatch.setattr(sys, "argv", ["launch_server"])
-    assert early.activate() is None
+    assert entry.activate() is None
 
 
 def test_platform_only_where_it_is_meant(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr("torch.accelerator.is_available", lambda *_: True)
     monkeypatch.setattr(sys, "argv", ["launch_server"])
-    assert early.activate() is None
+    assert entry.activate() is None
     monkeypatch.setattr(sys, "argv", ["launch_server", "--device", "cpu"])
-    assert early.activate() == early.CPU_PLATFORM
+    assert entry.activate() == entry.CPU_PLATFORM
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    assert early.activate() is None
+    assert entry.activate() is None
 
 
 def test_wheel_holds_every_package_and_no_file_of_upstream(tmp_path):

@@ -2,18 +2,19 @@
 
 import pytest
 import torch
+from sglang.srt.oscar.flags import OscarSettings
 from sglang.srt.oscar.pool import pool_class
-from sglang.srt.oscar.resolve import OscarSettings
 from sglang.srt.oscar.runtime import Runtime
 
 from oscar.calibration.calibrate import CalibrationOptions, calibrate
 from oscar.embedded import embedded_model
 from oscar.errors import OscarError
-from oscar.evaluate.local_server import LocalServer
+from oscar.evaluation.local_server import LocalServer
 from oscar.format.artifact import Artifact, load, save
 from oscar.format.identity import ModelIdentity
-from oscar.format.side import LayerTransforms
-from oscar_kernel import decode_attention, extend_attention
+from oscar.format.side import LayerTransforms, Side
+from oscar_kernel.cpu import layer as cpu_layer
+from oscar_kernel.cpu.library import library
 
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 64}
 NATIVE, CODED = 0, 1
@@ -24,17 +25,16 @@ SINK, RECENT, TOKENS = 4, 8, 50
 def runtime():
     """Of an artifact with random rotations for layer 1 and none for layer 0."""
     basis = torch.linalg.qr(torch.randn(2, 2, 64, 64, generator=torch.Generator().manual_seed(0))).Q
-    layer = LayerTransforms(*basis, torch.full((2,), 0.96), torch.full((2,), 0.92))
-    artifact = Artifact(ModelIdentity.from_config(CONFIG), "test", 64, "float16", SINK, RECENT, 1, {CODED: layer})
+    layer = LayerTransforms(Side(basis[0], torch.full((2,), 0.96)), Side(basis[1], torch.full((2,), 0.92)))
+    artifact = Artifact(ModelIdentity.from_config(CONFIG), "test", 64, SINK, RECENT, 1, {CODED: layer})
     return Runtime(OscarSettings("a", SINK, RECENT, "int2", False, True), artifact)
 
 
-@pytest.fixture
-def pool(runtime):
+@pytest.fixture(params=["auto", "reference"])
+def pool(request, runtime):
     made = pool_class(runtime)(100, 1, torch.bfloat16, 2, 64, 2, "cpu", False)
-    made.attach_windows(3)
-    for i in (NATIVE, CODED):
-        made.codecs[i] = runtime.layer_codec(i, slice(0, 2), "cpu", fold_v=False)
+    codecs = {i: runtime.layer_codec(i, slice(0, 2), "cpu", fold_v=False) for i in (NATIVE, CODED)}
+    made.attach(codecs, num_qo_heads=4, num_requests=3, impl=request.param)
     return made
 
 
@@ -45,42 +45,39 @@ def test_bytes_are_those_of_the_tensors(runtime, pool):
     assert pool.get_kv_size_bytes() == (101 * 2 * 148, 101 * 2 * 148)
 
 
-@pytest.mark.parametrize("impl", ["auto", "reference"])
-def test_a_native_layer_reads_what_was_written(impl, pool):
+def test_a_native_layer_reads_what_was_written(pool):
     """Decode and extend equal attention over the bfloat16 keys and values; a 2-bit layer is far from it."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(TOKENS, heads, 64, generator=generator) for heads in (4, 2, 2))
     k, v = k.bfloat16(), v.bfloat16()
     slots = (torch.randperm(99, generator=generator)[:TOKENS] + 1).long()
     request, position = torch.ones(TOKENS, dtype=torch.int64), torch.arange(TOKENS)
-    rows = pool.windows.assign(request, position, torch.full_like(position, TOKENS), slots, SINK)
     req_to_token = torch.zeros(3, TOKENS, dtype=torch.int32)
     req_to_token[1] = slots.int()
+    rows = pool.windows.rows_for(request[:30], position[:30], torch.full((30,), 30), SINK)
+    pool.windows.record(slots[:30], rows)
     for layer_id in (NATIVE, CODED):
-        pool.write(layer_id, k, v, slots, rows)
-
-    def plan(length):
-        return pool.windows.plan(req_to_token, torch.tensor([1]), [length])
-
+        pool.layers.store(layer_id, k[:30], v[:30], slots[:30], rows)
+    extend, decode = pool.layers.batch_extend(), pool.layers.batch_decode()
+    rows = pool.windows.rows_for(request[30:], position[30:], torch.full((20,), TOKENS), 0)
+    extend.plan(req_to_token, torch.tensor([1]), [30], [0, 20], pool.windows.maps, slots[30:], rows)
+    pool.windows.record(slots[30:], rows)
+    decode.plan(req_to_token, torch.tensor([1]), [TOKENS], pool.windows.maps)
     grouped = [x.float().repeat_interleave(2, 1).transpose(0, 1) for x in (k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), *grouped, is_causal=True).transpose(0, 1)
     errors = {}
     for layer_id in (NATIVE, CODED):
-        cache, codec = pool.layer_cache(layer_id), pool.codecs[layer_id]
-        decoded = decode_attention(q[-1:], cache, codec, plan(TOKENS), 0.125, impl=impl)
-        new = codec.transform_k(k[30:]), codec.transform_v(v[30:])
-        extended = extend_attention(q[30:], *new, [0, 20], cache, codec, plan(30), 0.125, impl=impl)
+        extended = extend.run(layer_id, q[30:], k[30:], v[30:], sm_scale=0.125)
+        decoded = decode.run(layer_id, q[-1:], sm_scale=0.125)
         errors[layer_id] = [float((x - y).abs().max()) for x, y in ((decoded, expected[-1:]), (extended, expected[30:]))]
     assert max(errors[NATIVE]) < 1e-5 < 1e-2 < min(errors[CODED]), errors
 
 
 def test_the_library_takes_native_rows(pool):
     """No fall back to the reference on a machine that has the library."""
-    from oscar_kernel.cpu import library as cpu
-
-    if cpu.library() is None:
+    if library() is None:
         pytest.skip("the C++ library is not built here")
-    assert cpu.obstacle(pool.codecs[NATIVE], pool.layer_cache(NATIVE)) is None
+    assert cpu_layer.obstacle(pool.layers.cache(NATIVE), pool.layers.codec(NATIVE)) is None
 
 
 def test_lossless_knows_no_native_layers(runtime):

@@ -1,20 +1,21 @@
 """The Triton path of the backend on CPU tensors, in Triton's interpreter: what a CUDA graph would record, replayed on ragged,
 padded and shrinking batches, gives the reference's results; and a server that runs on it answers as one on the reference."""
 
+import itertools
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.oscar.path_host import HostPath
 from sglang.srt.oscar.windows import Windows
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oscar.format.codec import LosslessFormat, RowFormat
-from oscar_kernel import LayerCache, LayerCodec, write_windows
-from oscar_kernel.decode_attention import decode_attention_ref
-from oscar_kernel.extend_attention import extend_attention_ref
-from oscar_kernel.store_kv import store_kv_ref
+from oscar.format.codec import RowFormat
+from oscar.format.side import LayerTransforms, Side
+from oscar_kernel import LayerCache, LayerCodec, Layers
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -35,16 +36,15 @@ def test_under_the_interpreter():
 
 def codec_of(native: bool, shaping: str = "", group: int = 32, seed: int = 0) -> LayerCodec:
     """shaping: sides whose errors are passed on, "kv" for both; those of V are not exact in 16 bits."""
+    if native:
+        return LayerCodec.native(HEADS, DIM, DIM)
     g = torch.Generator().manual_seed(seed)
     basis = torch.linalg.qr(torch.randn(HEADS, DIM, DIM, generator=g, dtype=torch.float64)).Q
-    basis = torch.eye(DIM, dtype=torch.float64).expand(HEADS, DIM, DIM) if native else basis
-    fmt = LosslessFormat(DIM, "bfloat16") if native else RowFormat(DIM, group)
-    clip = torch.full((HEADS,), 0.96)
     k_shaping, v_shaping = ((torch.randn(HEADS, DIM, DIM, generator=g) / DIM**0.5).triu(1) for _ in range(2))
-    return LayerCodec(
-        fmt, fmt, basis, basis.float().contiguous(), None, None, clip, clip,
-        k_shaping=k_shaping.half().float() if "k" in shaping else None, v_shaping=v_shaping if "v" in shaping else None,
-    )  # fmt: skip
+    clip, fmt = torch.full((HEADS,), 0.96), RowFormat(DIM, group)
+    k = Side(basis, clip, shaping=k_shaping.half().float() if "k" in shaping else None)
+    v = Side(torch.eye(DIM).expand(HEADS, DIM, DIM), clip, shaping=v_shaping if "v" in shaping else None)
+    return LayerCodec.of(LayerTransforms(k, v), fmt, fmt, fold_v=True)
 
 
 class HostReads(TorchDispatchMode):
@@ -64,29 +64,26 @@ class HostReads(TorchDispatchMode):
 
 
 class World:
-    """Layers, by default one in 2 bits and one in 16, with their own windows; driven by the reference or by the Triton path."""
+    """Layers, by default one in 2 bits and one in 16, with their own windows; driven by either path of the server."""
 
     def __init__(self, triton: bool, codecs: dict[int, LayerCodec] | None = None, sink: int = SINK, recent: int = RECENT):
         self.codecs = codecs or {0: codec_of(False), 1: codec_of(True)}
         self.windows = Windows(SLOTS, REQUESTS + 1, sink, recent, "cpu")
         self.req_to_token = torch.zeros(REQUESTS + 1, CONTEXT, dtype=torch.int32)
-        self.caches = {}
-        for i, codec in self.codecs.items():
-            pool = (SLOTS, HEADS, codec.k_format.row_bytes)
-            rows = (self.windows.num_rows + 1, HEADS, DIM)
-            self.caches[i] = LayerCache(
-                *(torch.full(pool, 0xAB, dtype=torch.uint8) for _ in range(2)),
-                *(torch.zeros(rows, dtype=torch.bfloat16) for _ in range(2)),
-            )
-        self.path = None
-        if triton:
-            from sglang.srt.oscar.path_gpu import TritonPath
+        self.caches = {i: LayerCache.zeros(codec, SLOTS, self.windows.num_rows) for i, codec in self.codecs.items()}
+        for cache in self.caches.values():
+            cache.k.buffer.fill_(0xAB)
+            cache.v.buffer.fill_(0xAB)
+        layers = {i: (self.caches[i], codec) for i, codec in self.codecs.items()}
+        if not triton:
+            self.path = HostPath(Layers(layers, HEADS * RATIO, "reference"), self.windows, self.req_to_token)
+            return
+        from sglang.srt.oscar.path_gpu import GpuPath
 
-            layers = {i: (self.caches[i], codec) for i, codec in self.codecs.items()}
-            self.path = TritonPath(self.windows, layers, self.req_to_token, HEADS * RATIO)
-            self.path.reserve_graphs(REQUESTS)
-            # What a graph reads: refreshed in place before a replay.
-            self.static = {n: [torch.zeros(n, dtype=torch.int64) for _ in range(3)] for n in (REQUESTS, 3)}
+        self.path = GpuPath(Layers(layers, HEADS * RATIO, "triton"), self.windows, self.req_to_token)
+        self.path.reserve_graphs(REQUESTS)
+        # What a graph reads: refreshed in place before a replay.
+        self.static = {n: batch_of(*([0] * n for _ in range(3))) for n in (REQUESTS, 3)}
 
     def extend(self, requests, prefixes, slots, qkv):
         """Prompts, or their next chunks: new tokens in `slots` (a list a request). Outputs by layer."""
@@ -98,27 +95,13 @@ class World:
         totals = [p + n for p, n in zip(prefixes, lens, strict=True)]
         position = torch.tensor([p + i for p, n in zip(prefixes, lens, strict=True) for i in range(n)])
         each = [torch.tensor(x).repeat_interleave(torch.tensor(lens)) for x in (requests, totals)]
-        indptr = [0, *torch.tensor(lens).cumsum(0).tolist()]
-        if self.path is None:
-            plan = self.windows.plan(self.req_to_token, request, prefixes)
-            found = plan.window_rows[:, : self.windows.sink_tokens]
-        else:
-            plan = self.path.plan_prefixes(request, prefixes)
-            found = self.path.sink_rows(plan)
-        self.windows.note_prefixes(found, prefixes, request, list(range(len(requests))))
-        rows = self.windows.assign(each[0], position, each[1], loc, int((position < self.windows.sink_tokens).sum()))
+        self.windows.note_prefixes(self.req_to_token, request, prefixes, list(range(len(requests))))
+        num_sinks = int((position < self.windows.maps.sink_tokens).sum())
+        rows = self.windows.rows_for(each[0], position, each[1], num_sinks)
+        self.path.plan_extend(request, prefixes, [0, *itertools.accumulate(lens)], loc, rows)
+        self.windows.record(loc, rows)
         self.windows.reserve_sinks(request, totals)
-        out = []
-        for i, (q, k, v) in zip(self.codecs, qkv, strict=True):
-            cache, codec = self.caches[i], self.codecs[i]
-            if self.path is None:
-                new = store_kv_ref(k, v, loc, torch.full_like(rows, self.windows.no_row), cache, codec)
-                out.append(extend_attention_ref(q, *new, indptr, cache, codec, plan, 0.125))
-                write_windows(*new, rows, cache)
-            else:
-                step = self.path.extend_step(loc, rows, plan, indptr)
-                out.append(self.path.extend(step, i, q, k, v, 0.125, 0.0))
-        return out
+        return [self.path.extend.run(i, *x, sm_scale=0.125) for i, x in zip(self.codecs, qkv, strict=True)]
 
     def decode(self, requests, lens, slots, qkv, padded=None):
         """One token a request; padded: batch size of the graph, None for a step outside graphs. Outputs of the requests."""
@@ -126,29 +109,35 @@ class World:
             self.windows.clear_slots(torch.tensor([s]))
             self.req_to_token[r, n - 1] = s
         bs = len(requests)
-        if self.path is None:
-            request, loc = torch.tensor(requests), torch.tensor(slots)
-            rows = self.windows.assign_decode(request, torch.tensor(lens), loc)
-            plan = self.windows.plan(self.req_to_token, request, lens)
-            out = []
-            for i, (q, k, v) in zip(self.codecs, qkv, strict=True):
-                store_kv_ref(k, v, loc, rows, self.caches[i], self.codecs[i])
-                out.append(decode_attention_ref(q, self.caches[i], self.codecs[i], plan, 0.125))
-            return out
-        if padded is None:
-            step = self.path.plan_decode(self.path.eager_room(bs), *map(torch.tensor, (requests, lens, slots)))
+        if padded is None or self.path.needs_cpu_seq_lens:
+            padded = bs
+            self.path.plan_decode(batch_of(requests, lens, slots))
         else:
-            for buffer, fill, values in zip(self.static[padded], (0, 1, 0), (requests, lens, slots), strict=True):
+            batch = self.static[padded]
+            for buffer, fill, values in (
+                (batch.req_pool_indices, 0, requests),
+                (batch.seq_lens, 1, lens),
+                (batch.out_cache_loc, 0, slots),
+            ):
                 buffer.fill_(fill)
                 buffer[:bs] = torch.tensor(values)
-            step = self.path.plan_decode(self.path.graph_room(padded), *self.static[padded])
+            self.path.prepare_graph(padded)
+            self.path.plan_graph(batch)
         out = []
         for i, tensors in zip(self.codecs, qkv, strict=True):
-            q, k, v = (torch.cat((x, torch.ones(len(step.loc) - bs, *x.shape[1:]))) for x in tensors)
-            o = self.path.decode(step, i, q, k, v, 0.125, 0.0)
+            q, k, v = (torch.cat((x, torch.ones(padded - bs, *x.shape[1:]))) for x in tensors)
+            o = self.path.decode.run(i, q, k, v, sm_scale=0.125)
             assert (o[bs:] == 0).all()
             out.append(o[:bs])
         return out
+
+
+def batch_of(requests, lens, slots):
+    """What a path reads of SGLang's batch."""
+    request, seq_lens, loc = (torch.tensor(x, dtype=torch.int64) for x in (requests, lens, slots))
+    return SimpleNamespace(
+        req_pool_indices=request, seq_lens=seq_lens, seq_lens_cpu=seq_lens, out_cache_loc=loc, batch_size=len(requests)
+    )
 
 
 class Twins:
@@ -174,12 +163,11 @@ class Twins:
             assert (a - b).abs().max() < error
         for i, cache in self.worlds[0].caches.items():
             got = self.worlds[1].caches[i]
-            for name in ("k_buffer", "v_buffer"):
-                assert torch.equal(getattr(got, name), getattr(cache, name)), (i, name)
-            for name in ("k_window", "v_window"):
-                assert torch.equal(getattr(got, name)[:-1], getattr(cache, name)[:-1]), (i, name)
-            assert (got.k_buffer[0] == 0xAB).all() and (got.v_buffer[0] == 0xAB).all(), "padding wrote slot 0"
-        a, b = (world.windows for world in self.worlds)
+            for mine, theirs in ((cache.k, got.k), (cache.v, got.v)):
+                assert torch.equal(theirs.buffer, mine.buffer), i
+                assert torch.equal(theirs.window[:-1], mine.window[:-1]), i
+                assert (theirs.buffer[0] == 0xAB).all(), "padding wrote slot 0"
+        a, b = (world.windows.maps for world in self.worlds)
         assert torch.equal(a.row_of_slot, b.row_of_slot) and torch.equal(a.slot_of_row, b.slot_of_row)
 
     def extend(self, chunks):
@@ -211,7 +199,7 @@ def test_steps_of_graphs_give_the_reference():
     twins.decode([3, 5], None)
     for _ in range(4):
         twins.decode([1], 3)
-    assert len(twins.worlds[1].path.graph_rooms) == 2
+    assert len(twins.worlds[1].path._graphs) == 2
 
 
 def shaped_layers() -> dict[int, LayerCodec]:
@@ -229,7 +217,8 @@ def test_codes_of_a_step_are_shaped_at_its_end(sink, recent, monkeypatch):
     monkeypatch.setattr(StepCodes, "write", lambda self, *args: (counts.append(len(self.kinds)), write(self, *args))[1])
     twins = Twins(2, shaped_layers(), sink, recent)
     path = twins.worlds[1].path
-    addresses = [table.data_ptr() for table, _ in path.step_codes.kinds]
+    kinds = path.layers._state.step_codes.kinds
+    addresses = [table.data_ptr() for table, _ in kinds]
     twins.extend({1: 1, 2: 4})
     twins.decode([2, 1], 3)
     if recent > 0:
@@ -238,7 +227,7 @@ def test_codes_of_a_step_are_shaped_at_its_end(sink, recent, monkeypatch):
         twins.extend({2: 3, 3: 2})  # over rows of decode steps
         assert counts == [2, 2, 2], "one launch a kind and step"
     assert len(counts) == (3 if recent > 0 else 0)
-    assert addresses == [table.data_ptr() for table, _ in path.step_codes.kinds]
+    assert addresses == [table.data_ptr() for table, _ in kinds]
 
 
 @interpreted
@@ -246,17 +235,18 @@ def test_codes_of_a_step_are_shaped_at_its_end(sink, recent, monkeypatch):
 def test_a_step_that_skips_a_layer_is_not_passed_over(left_out):
     world = World(True, {3: codec_of(False, "kv"), 4: codec_of(True), 6: codec_of(False, "k")}, 1, 2)
     world.windows.reserve_sinks(torch.tensor([1]), [0])
-    request, lens, loc = torch.tensor([1]), torch.tensor([1]), torch.tensor([7])
+    batch = batch_of([1], [1], [7])
     for following in ("decode", "extend"):
-        step = world.path.plan_decode(world.path.eager_room(1), request, lens, loc)
+        world.path.plan_decode(batch)
         for layer_id in world.codecs:
             if layer_id != left_out:
-                world.path.decode(step, layer_id, torch.ones(1, HEADS * RATIO, DIM), *torch.ones(2, 1, HEADS, DIM), 0.125, 0.0)
+                q, (k, v) = torch.ones(1, HEADS * RATIO, DIM), torch.ones(2, 1, HEADS, DIM)
+                world.path.decode.run(layer_id, q, k, v, sm_scale=0.125)
         with pytest.raises(RuntimeError, match=f"layers {left_out} did not"):
             if following == "decode":
-                world.path.plan_decode(world.path.eager_room(1), request, lens, loc)
+                world.path.plan_decode(batch)
             else:
-                world.path.plan_prefixes(request, [0])
+                world.path.plan_extend(torch.tensor([1]), [0], [0, 0], *torch.zeros(2, 0, dtype=torch.int64))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts servers of its own")
@@ -267,7 +257,7 @@ def test_a_server_on_the_kernels_answers_like_one_on_the_reference(method, bound
     """Two starts on the embedded model: prefill, chunks, prefix hits and decode, tokens equal and log-probabilities close."""
     from oscar.calibration.calibrate import CalibrationOptions, calibrate
     from oscar.embedded import embedded_model
-    from oscar.evaluate.local_server import LocalServer
+    from oscar.evaluation.local_server import LocalServer
     from oscar.format.artifact import save
 
     model, path = str(embedded_model()), tmp_path / "oscar.safetensors"
@@ -296,10 +286,11 @@ def test_a_server_on_the_kernels_answers_like_one_on_the_reference(method, bound
 
 @interpreted
 def test_a_decode_step_waits_for_nothing():
+    """But for the launches themselves, which the interpreter runs on the host."""
     world = World(triton=True)
     request, lens, loc = torch.tensor([1, 2, 0]), torch.tensor([3, 90, 1]), torch.tensor([7, 8, 0])
     with HostReads():
-        world.windows.assign_decode(request, lens, loc)
+        world.windows.record(loc, world.windows.rows_for_decode(request, lens))
         with pytest.raises(AssertionError):
             loc[request > 0]
 

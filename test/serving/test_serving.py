@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import requests
@@ -15,8 +14,8 @@ from transformers import AutoTokenizer
 
 from oscar.calibration.calibrate import CalibrationOptions, calibrate
 from oscar.embedded import embedded_model
-from oscar.evaluate.local_server import LocalServer
-from oscar.evaluate.needles import held_out_sentences, make_needle
+from oscar.evaluation.local_server import LocalServer
+from oscar.evaluation.needles import held_out_sentences, make_needle
 from oscar.format.artifact import save
 
 NEW_TOKENS, LONG = 24, 60
@@ -211,17 +210,3 @@ def test_bench_serving_runs(int2, model, tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[-1])["completed"] == 6
-
-
-def test_batch_inference_script(model, artifact, tmp_path):
-    """One process, no server; lines in, lines out."""
-    (tmp_path / "prompts.txt").write_text("The list of\n\nThis function returns\n")
-    script = Path(__file__).parents[2] / "scripts" / "batch_inference.py"
-    command = [sys.executable, str(script), "--prompts", str(tmp_path / "prompts.txt"), "--artifact", artifact]
-    command += ["--output", str(tmp_path / "out.jsonl"), "--max-new-tokens", "8", "--max-total-tokens", "4096"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [line["prompt"] for line in lines] == ["The list of", "This function returns"] and all(
-        line["answer"] for line in lines
-    )

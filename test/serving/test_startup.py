@@ -1,25 +1,32 @@
-"""Flags, refusals and resolution: what happens between the command line and the first worker."""
+"""Flags, refusals and resolution: what happens between the command line and the first worker.
+
+Every refusal of a start has its case here, hence more than 400 lines.
+"""
 
 import json
 import os
 import pickle
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import sglang  # noqa: F401  runs the platform plugin before ServerArgs exists
 import torch
 import transformers
-from sglang.srt.oscar import entry as early
-from sglang.srt.oscar import resolve
-from sglang.srt.oscar.cpu import platform
-from sglang.srt.oscar.cpu import start as cpu_start
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.oscar import check_flags, check_model, find_artifact
+from sglang.srt.oscar.cpu import platform, start, threads
+from sglang.srt.oscar.flags import FLAGS, OscarSettings, settings_of
+from sglang.srt.oscar.refusal import OscarRefusal
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from oscar import support as capability
+from oscar import support
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
 from oscar.format import artifact
+from oscar.format.identity import ModelIdentity
+from oscar.format.side import LayerTransforms, Side
 
 GEOMETRY = {
     "vocab_size": 300,
@@ -78,7 +85,7 @@ def resolved(*argv):
 
 
 def refusal(*argv):
-    with pytest.raises(resolve.OscarRefusal) as caught:
+    with pytest.raises(OscarRefusal) as caught:
         resolved(*argv)
     sentence = str(caught.value)
     assert sentence.startswith("oscar: ") and "\n" not in sentence
@@ -88,32 +95,26 @@ def refusal(*argv):
 # The table
 
 
-def test_every_refused_model_feature_has_a_detector():
-    source = resolve.refused_features.__code__.co_consts
-    for feature in capability.MODEL_FEATURES:
-        assert feature.supported == (feature.key not in source), feature.key
-
-
 def test_every_option_is_a_field_whose_default_works():
     fields = ServerArgs(model_path="m")
-    for option in capability.SERVER_OPTIONS:
+    for option in support.SERVER_OPTIONS:
         value = getattr(fields, option.field)
         assert not option.allowed or value in option.allowed, option
 
 
 def test_every_row_of_the_table_is_in_the_page_and_says_why():
-    page = capability.markdown()
-    for row in (*capability.MODEL_FEATURES, *capability.HARDWARE):
+    page = support.markdown()
+    for row in (*support.MODEL_FEATURES, *support.HARDWARE):
         assert row.title in page
         assert row.supported or row.reason
-    for option in capability.SERVER_OPTIONS:
+    for option in support.SERVER_OPTIONS:
         assert f"`{option.flag}`" in page
         assert not option.allowed or option.reason
 
 
-@pytest.mark.parametrize("kind", [row.key for row in capability.HARDWARE] + ["abacus"])
+@pytest.mark.parametrize("kind", [row.key for row in support.HARDWARE] + ["abacus"])
 def test_hardware_gate_answers_for_every_kind(kind):
-    sentence = capability.hardware_refusal(kind)
+    sentence = support.hardware_refusal(kind)
     assert sentence is None if kind in ("cpu", "cuda") else "--device cpu" in sentence
 
 
@@ -132,14 +133,14 @@ REFUSED_VALUES = {
     "kv_canary": "log",
     "model_impl": "transformers",
 }
-RESTRICTED = [option for option in capability.SERVER_OPTIONS if option.allowed]
+RESTRICTED = [option for option in support.SERVER_OPTIONS if option.allowed]
 
 
 @pytest.mark.parametrize("option", RESTRICTED, ids=lambda option: option.flag)
 def test_option_is_refused(option, model):
     default = getattr(ServerArgs(model_path="m"), option.field)
     other = REFUSED_VALUES.get(option.field, 2 if isinstance(default, int) and not isinstance(default, bool) else True)
-    with pytest.raises(resolve.OscarRefusal) as caught:
+    with pytest.raises(OscarRefusal) as caught:
         ServerArgs(model_path=model, kv_quant="oscar", **{option.field: other}).resolve_once()
     sentence = str(caught.value)
     # Both causes and a way out.
@@ -161,11 +162,10 @@ def test_hnd_layout_is_refused(model, monkeypatch):
 
 
 def test_flag_without_kv_quant_is_refused(model):
-    for name, _, _, choices, _ in early.FLAGS[1:]:
-        flag = "--" + name.replace("_", "-")
-        value = [] if name in ("oscar_debug_checks", "oscar_allow_native_layers") else [choices[0] if choices else "3"]
-        sentence = refusal("--model-path", model, flag, *value)
-        assert flag in sentence and "--kv-quant oscar" in sentence
+    for flag in FLAGS[1:]:
+        value = [] if flag.type is bool else [flag.choices[0] if flag.choices else "3"]
+        sentence = refusal("--model-path", model, flag.option, *value)
+        assert flag.option in sentence and "--kv-quant oscar" in sentence
 
 
 @pytest.mark.parametrize("flag", ["--oscar-sink-tokens", "--oscar-recent-tokens"])
@@ -180,7 +180,7 @@ def test_bad_choice_exits_with_argparse_sentence(model, capsys):
         prepare_server_args(["--model-path", model, "--kv-quant", "int3"])
     assert caught.value.code == 2
     assert "'none', 'oscar'" in capsys.readouterr().err.replace("none, oscar", "'none', 'oscar'")
-    with pytest.raises(resolve.OscarRefusal, match="--kv-quant must be one of none, oscar, got 'int3'"):
+    with pytest.raises(OscarRefusal, match="--kv-quant must be one of none, oscar, got 'int3'"):
         ServerArgs(model_path=model, kv_quant="int3").resolve_once()
 
 
@@ -216,14 +216,14 @@ def test_artifact_that_is_not_there_or_no_artifact(model, tmp_path):
 def test_missing_layers_need_the_flag(model, tmp_path):
     one = torch.ones(2)
     eye = torch.eye(128).expand(2, 128, 128)
-    identity = artifact.ModelIdentity.from_path(model)
-    layers = {1: artifact.LayerTransforms(eye, eye, one, one)}
+    identity = ModelIdentity.from_path(model)
+    layers = {1: LayerTransforms(Side(eye, one), Side(eye, one))}
     path = tmp_path / "part.safetensors"
-    artifact.save(artifact.Artifact(identity, "identity", 128, "float16", 4, 16, 0, layers), path)
+    artifact.save(artifact.Artifact(identity, "identity", 128, 4, 16, 0, layers), path)
     start = ("--model-path", model, "--kv-quant", "oscar", "--oscar-artifact", str(path))
     sentence = refusal(*start)
     assert "found none of layer 0; give --oscar-allow-native-layers" in sentence and str(path) in sentence
-    assert resolve.settings_of(resolved(*start, "--oscar-allow-native-layers")).allow_native_layers
+    assert settings_of(resolved(*start, "--oscar-allow-native-layers")).allow_native_layers
 
 
 @pytest.mark.parametrize(("content", "told"), [(b"", "empty"), (b" \n", "empty"), (b"\x00\x01\xff\xfe" * 99, "not UTF-8")])
@@ -237,7 +237,7 @@ def test_calibration_text_that_is_not_text(model, tmp_path, content, told):
 def test_calibration_text_cut_inside_a_character_is_text(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("a" + "é" * 70000, encoding="utf-8")
-    resolve._check_text(str(file))
+    check_flags._check_text(str(file))
 
 
 def test_calibrate_never_prints_the_command(model):
@@ -254,7 +254,9 @@ def test_plugin_that_did_not_load_ends_the_start(model, monkeypatch, found_artif
 
 
 def test_failed_calibration_ends_the_start(model, monkeypatch, capfd):
-    monkeypatch.setattr(resolve, "calibrate_command", lambda *_: [sys.executable, "-c", "print('why'); raise SystemExit(3)"])
+    monkeypatch.setattr(
+        find_artifact, "calibrate_command", lambda *_: [sys.executable, "-c", "print('why'); raise SystemExit(3)"]
+    )
     sentence = refusal("--model-path", model, "--kv-quant", "oscar")
     assert "exit code 3" in sentence and "--oscar-artifact" in sentence
     assert "why" in capfd.readouterr().err
@@ -265,12 +267,12 @@ def test_calibration_that_works_is_used(model, monkeypatch, found_artifact, tmp_
     monkeypatch.setattr(artifact, "find", lambda *_: None)
     monkeypatch.setattr(artifact, "cache_path", lambda _: output)
     script = "import sys; open(sys.argv[1], 'w').write('x')"
-    monkeypatch.setattr(resolve, "calibrate_command", lambda *_: [sys.executable, "-c", script, str(output)])
-    assert resolve.settings_of(resolved("--model-path", model, "--kv-quant", "oscar")).artifact_path == str(output)
+    monkeypatch.setattr(find_artifact, "calibrate_command", lambda *_: [sys.executable, "-c", script, str(output)])
+    assert settings_of(resolved("--model-path", model, "--kv-quant", "oscar")).artifact_path == str(output)
 
 
 def test_no_room_for_the_cache_file(model, monkeypatch, tmp_path):
-    monkeypatch.setattr(resolve.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
+    monkeypatch.setattr(find_artifact.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
     sentence = refusal("--model-path", model, "--kv-quant", "oscar")
     assert "1 MiB are free" in sentence and "--oscar-artifact FILE" in sentence
     file = tmp_path / "file"
@@ -310,6 +312,71 @@ def test_model_feature_is_refused(name, tmp_path):
     assert told in sentence and folder in sentence and "--kv-quant none" in sentence
 
 
+@pytest.mark.parametrize("flags", [("--oscar-kernels", "triton"), ("--oscar-kernels", "cpu")])
+def test_head_dim_that_compiled_kernels_do_not_take(flags, tmp_path, found_artifact):
+    folder = config_folder(tmp_path, qwen3_config(head_dim=72), "Qwen3ForCausalLM")
+    sentence = refusal("--model-path", folder, "--kv-quant", "oscar", *flags)
+    assert "head_dim=72" in sentence and "--oscar-kernels reference" in sentence
+    resolved("--model-path", folder, "--kv-quant", "oscar")  # PyTorch steps in on a CPU
+    resolved("--model-path", folder, "--kv-quant", "oscar", "--oscar-kernels", "reference")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "codec", "refused"),
+    [(None, None, True), ("auto", None, True), ("triton", None, True), ("reference", None, False), (None, "lossless", False)],
+)
+def test_head_dim_on_a_gpu(kernels, codec, refused, tmp_path, monkeypatch):
+    """As on a card: only what asks the card itself is left out."""
+    from sglang.srt.arg_groups import overrides
+
+    folder = config_folder(tmp_path, qwen3_config(head_dim=72), "Qwen3ForCausalLM")
+    server_args = ServerArgs(model_path=folder, kv_quant="oscar", oscar_kernels=kernels, oscar_codec=codec)
+    view = types.SimpleNamespace(
+        kv_quant="oscar", device="cuda", oscar_kernels=kernels, oscar_codec=codec, model_path=folder, tp_size=1
+    )
+    monkeypatch.setattr(overrides, "resolving_view", lambda _: view)
+    monkeypatch.setattr(overrides, "model_config_of", lambda _: ModelConfig(folder))
+    monkeypatch.setattr(check_model, "_check_machine", lambda *_: None)
+    if refused:
+        with pytest.raises(OscarRefusal, match="head_dim=72.*--oscar-kernels reference"):
+            check_model.check_model(server_args)
+    else:
+        check_model.check_model(server_args)
+
+
+def test_what_only_sglang_knows_is_refused_too(tmp_path):
+    """One config of plain attention under architectures and settings that SGLang knows more about."""
+
+    def found(architecture, **settings):
+        model_config = ModelConfig(config_folder(tmp_path / architecture, qwen3_config(), architecture))
+        for name, value in settings.items():
+            setattr(model_config, name, value)
+        return check_model.refused_features(model_config)
+
+    assert found("Qwen3ForCausalLM") == []
+    assert found("GraniteSWAForCausalLM") == [("attention_sinks", ""), ("sliding_window", "")]
+    for key, settings in (
+        ("encoder_decoder", {"is_encoder_decoder": True}),
+        ("not_generative", {"is_generation": False}),
+        ("multimodal", {"is_multimodal": True}),
+        ("mla", {"attention_arch": AttentionArch.MLA}),
+        ("linear_attention", {"attention_arch": AttentionArch.SSM}),
+        ("sliding_window", {"is_hybrid_swa": True}),
+        ("alibi", {"use_alibi": True}),
+        ("unreadable_geometry", {"head_dim": 0}),
+    ):
+        assert found("Qwen3ForCausalLM", **settings) == [(key, "")]
+
+
+@pytest.mark.parametrize("multimodal", [True, False])
+def test_text_alone_of_a_model_that_also_sees_is_served(multimodal, tmp_path):
+    text = qwen3_config().to_dict()
+    config = transformers.LlavaConfig(text_config=text, vision_config={"model_type": "clip_vision_model"})
+    folder = config_folder(tmp_path, config, "LlavaForConditionalGeneration")
+    found = check_model.refused_features(ModelConfig(folder, enable_multimodal=multimodal))
+    assert [key for key, _ in found] == (["multimodal"] if multimodal else [])
+
+
 @pytest.mark.parametrize(
     ("kind", "architecture", "told"),
     [
@@ -332,7 +399,7 @@ def test_model_with_other_inputs_is_refused(kind, architecture, told, tmp_path):
 )
 def test_model_that_is_claimed_resolves(kind, changes, architecture, tmp_path, found_artifact):
     folder = config_folder(tmp_path, kind(**{**GEOMETRY, **changes}), architecture)
-    settings = resolve.settings_of(resolved("--model-path", folder, "--kv-quant", "oscar"))
+    settings = settings_of(resolved("--model-path", folder, "--kv-quant", "oscar"))
     assert settings.artifact_path == str(found_artifact)
 
 
@@ -340,7 +407,7 @@ def test_model_that_is_claimed_resolves(kind, changes, architecture, tmp_path, f
 
 
 def expected(path, **changes):
-    return resolve.OscarSettings(
+    return OscarSettings(
         **{
             "artifact_path": str(path),
             "sink_tokens": DEFAULT_SINK_TOKENS,
@@ -381,7 +448,7 @@ def bench(model, _):
 def test_same_settings_by_every_way(way, model, tmp_path, found_artifact):
     server_args = way(model, tmp_path)
     server_args.resolve_once()
-    assert resolve.settings_of(server_args) == expected(found_artifact)
+    assert settings_of(server_args) == expected(found_artifact)
     told = server_args.resolved_dict()
     assert told["attention_backend"] == "oscar" and told["kv_quant"] == "oscar"
     graphs = told["cuda_graph_config"]
@@ -391,8 +458,8 @@ def test_same_settings_by_every_way(way, model, tmp_path, found_artifact):
 def test_spawned_worker_sees_the_settings(model, found_artifact):
     server_args = resolved("--model-path", model, "--kv-quant", "oscar", "--oscar-codec", "lossless", "--oscar-debug-checks")
     script = (
-        "import pickle, sys, sglang; from sglang.srt.oscar import resolve; "
-        "print(repr(resolve.settings_of(pickle.loads(sys.stdin.buffer.read()))))"
+        "import pickle, sys, sglang; from sglang.srt.oscar.flags import settings_of; "
+        "print(repr(settings_of(pickle.loads(sys.stdin.buffer.read()))))"
     )
     run = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(server_args), capture_output=True, check=True)
     wanted = expected(found_artifact, codec="lossless", debug_checks=True, recent_tokens=DEFAULT_RECENT_TOKENS)
@@ -401,7 +468,7 @@ def test_spawned_worker_sees_the_settings(model, found_artifact):
 
 def test_none_is_stock(model):
     server_args = resolved("--model-path", model)
-    assert resolve.settings_of(server_args) is None
+    assert settings_of(server_args) is None
     assert server_args.resolved_dict()["attention_backend"] == "torch_native"
 
 
@@ -429,23 +496,23 @@ def test_refusal_on_the_command_line_is_one_sentence(way, model):
 
 
 def test_device_argument():
-    assert early.device_argument(["x", "--device", "cuda", "--device=cpu:0"]) == "cpu"
-    assert early.device_argument(["x", "--device-id", "cpu"]) is None
+    assert start.device_argument(["x", "--device", "cuda", "--device=cpu:0"]) == "cpu"
+    assert start.device_argument(["x", "--device-id", "cpu"]) is None
 
 
 def test_cores_are_split_evenly_and_what_the_user_set_stays(model, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5, 7})
-    assert platform.cores_by_rank(2) == "0,1,2|5,7"
-    assert platform.cores_by_rank(7) == "0|1|2|5|7|0|1"
-    monkeypatch.setattr(platform, "numa_nodes", lambda: 1)
-    os.environ.pop(platform.BIND, None)
+    assert threads.cores_by_rank(2) == "0,1,2|5,7"
+    assert threads.cores_by_rank(7) == "0|1|2|5|7|0|1"
+    monkeypatch.setattr(threads, "numa_nodes", lambda: 1)
+    os.environ.pop(threads.BIND, None)
     resolved("--model-path", model, "--tp-size", "2")
-    assert os.environ[platform.BIND] == "0,1,2|5,7"
-    assert cpu_start._split_by_us()
-    os.environ[platform.BIND] = "0|7"
-    assert not cpu_start._split_by_us()
+    assert os.environ[threads.BIND] == "0,1,2|5,7"
+    assert threads.bound_by_us()
+    os.environ[threads.BIND] = "0|7"
+    assert not threads.bound_by_us()
     resolved("--model-path", model, "--tp-size", "2")
-    assert os.environ[platform.BIND] == "0|7"
+    assert os.environ[threads.BIND] == "0|7"
 
 
 def test_memory_default_leaves_room(tmp_path, monkeypatch):
@@ -454,7 +521,7 @@ def test_memory_default_leaves_room(tmp_path, monkeypatch):
     folder = config_folder(tmp_path, qwen3_config(), "Qwen3ForCausalLM")
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.truncate(3 << 30)
-    monkeypatch.setattr(platform, "numa_nodes", lambda: 1)
+    monkeypatch.setattr(threads, "numa_nodes", lambda: 1)
     monkeypatch.setattr(common, "get_free_cpu_memory", lambda: 10 << 30)
     server_args = ServerArgs(model_path=folder)
     share = platform.memory_fraction(server_args)
@@ -469,5 +536,5 @@ def test_memory_default_leaves_room(tmp_path, monkeypatch):
 
 
 def test_json_table_is_plain_data():
-    json.dumps([[row.key, row.supported, row.reason] for row in capability.MODEL_FEATURES])
-    assert torch.accelerator.is_available() or early._cpu_is_meant()
+    json.dumps([[row.key, row.supported, row.reason] for row in support.MODEL_FEATURES])
+    assert torch.accelerator.is_available() or start.is_meant()

@@ -1,17 +1,17 @@
-// Operands of attend_amx.cpp's products: B from a tile of keys or values, A from numbers of a query row. Included there, inside
-// the anonymous namespace.
+// Operands of the products in attend_amx.cpp: B from a tile of keys or values, A from the numbers of query rows. Included
+// there, inside the anonymous namespace.
 
-constexpr int kBlock = kTileRows;  // query rows
+constexpr int kBlock = kTileRows;  // query rows of a block
 constexpr int kStep = 32;          // channels or keys in one row of A
 constexpr int kKeyBlocks = kTile / 16;
-constexpr int kMaxSteps = kMaxDim / kStep + kMaxGroups;  // a group's last step may be part empty
+constexpr int kMaxSteps = kMaxDim / kStep + kMaxGroups;  // the last step of a group may be part empty
 
-/// A, twice.
-struct Split {
+/// Two operands A, whose sum is the numbers of a block of query rows.
+struct HighLow {
   alignas(64) uint16_t high[kBlock][kStep], low[kBlock][kStep];
 };
 
-/// B.
+/// An operand B: pairs of bfloat16.
 struct Pairs {
   alignas(64) uint32_t word[kStep / 2][16];
 };
@@ -21,22 +21,23 @@ struct Affine {
   alignas(64) float centre[kMaxGroups][kTile], step[kMaxGroups][kTile];
 };
 
-/// A tile of one side, ready for all query rows.
+/// One side of a tile, ready for all query rows.
 struct Operand {
   int group_size, num_groups;
-  const Affine* affine;  // null for rows of numbers, one group
-  const Pairs* pairs;    // K: [group][step of the group][kKeyBlocks]; V: [kTile / kStep][head_dim / 16]
+  const Affine* affine;  // null for wide rows, which have one group
+  const Pairs* pairs;    // K: [num_groups][steps_of(group_size)][kKeyBlocks]; V: [kTile / kStep][head_dim / 16]
 };
 
+/// Rows of A that so many channels or keys fill.
 inline int steps_of(int group_size) { return (group_size + kStep - 1) / kStep; }
 
-/// Write a row of 32 numbers as high + low and return those sums, added in pairs. The high part is cut off, which leaves the
-/// rest exact; that is rounded.
-inline F split(F x, F y, int row, Split* out) {
+/// Write 32 numbers, x and then y, as high + low to row `row` of `out`. Returns the sums high + low, those of x and of y added.
+/// The high part is x with its lower bits cut off, so that the rest is exact; the low part is the rest, rounded.
+inline F split(F x, F y, int row, HighLow* out) {
   const int32_t mask = int32_t(0xffff0000);
   const I x_top = (I)x & mask, y_top = (I)y & mask;
   const I x_rest = (I)(x - (F)x_top) + 0x8000, y_rest = (I)(y - (F)y_top) + 0x8000;
-  // The upper half of each 32-bit lane, those of x first.
+  // Indices of the upper halves of all 32-bit lanes, those of x first.
   alignas(64) static const uint16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                   33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
   const __m512i upper = _mm512_load_si512(kUpper);
@@ -45,10 +46,11 @@ inline F split(F x, F y, int row, Split* out) {
   return ((F)x_top + (F)(x_rest & mask)) + ((F)y_top + (F)(y_rest & mask));
 }
 
-/// Codes of a tile's rows to bfloat16, head_dim to a row.
+/// Write the codes of a tile's rows as bfloat16, head_dim numbers a row.
 void expand_codes(const OscarSide& side, const TileRows& rows, uint16_t* out) {
   const int quarter = side.head_dim / kCodesPerByte;
-  const __m512i values = _mm512_set1_epi64(0x404040003f800000);  // 0, 1, 2, 3; bits above a code pick another copy
+  // bfloat16 0, 1, 2, 3 again and again, so that the bits above a code do no harm.
+  const __m512i values = _mm512_set1_epi64(0x404040003f800000);
   for (int t = 0; t < kTile; t++, out += side.head_dim) {
     const uint8_t* row = rows.base + rows.offset[t];
     for (int b = 0; b < quarter; b += 32) {
@@ -70,19 +72,15 @@ void read_affine(const OscarSide& side, const TileRows& rows, Affine* out) {
     const uint8_t* at = rows.base + side.head_dim / kCodesPerByte + g * kMetaBytes;
     for (int t = 0; t < kTile; t++) pair[t] = load_u32(at + rows.offset[t]);
     for (int t = 0; t < kTile; t += 16) {
-      const I both = (I)_mm512_load_si512(pair + t);
-      I low = both << 16, high = both & int32_t(0xffff0000);
-      if (side.meta_dtype != kBFloat16) {
-        low = (I)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)both));
-        high = (I)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)both, 16)));
-      }
-      store(&out->centre[g][t], (F)low);
-      store(&out->step[g][t], (F)high);
+      const __m512i both = _mm512_load_si512(pair + t);
+      store(&out->centre[g][t], (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(both)));
+      store(&out->step[g][t], (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16))));
     }
   }
 }
 
-/// B of the logits: channel pairs of 16 keys, a transpose of 32-bit words. Channels that a group lacks are zero.
+/// Operands B of the logits from rows of bfloat16: a transpose of channel pairs. Where a group ends within a step, the channels
+/// that it lacks are zero.
 void pack_keys(const TileRows& rows, int dim, int group_size, Pairs* out) {
   for (int first = 0; first < dim; first += group_size) {
     for (int c = 0; c < group_size; c += kStep) {
@@ -93,7 +91,7 @@ void pack_keys(const TileRows& rows, int dim, int group_size, Pairs* out) {
         for (int i = 0; i < 16; i++) {
           x[i] = _mm512_maskz_loadu_epi32(mask, rows.base + rows.offset[n + i] + 2 * (first + c));
         }
-        // Words of four keys side by side, then 128-bit lanes of four such.
+        // First the words of four keys side by side, then the 128-bit lanes of four such vectors.
 #pragma GCC unroll 4
         for (int i = 0; i < 16; i += 4) {
           const __m512i p = _mm512_unpacklo_epi32(x[i], x[i + 1]), q = _mm512_unpacklo_epi32(x[i + 2], x[i + 3]);
@@ -117,7 +115,7 @@ void pack_keys(const TileRows& rows, int dim, int group_size, Pairs* out) {
   }
 }
 
-/// B of the output: key pairs of 16 channels.
+/// Operands B of the output from rows of bfloat16: the numbers of two keys in each 32-bit lane.
 void pack_values(const TileRows& rows, int dim, Pairs* out) {
   for (int t = 0; t < kTile; t += 2) {
     const uint8_t *a = rows.base + rows.offset[t], *b = rows.base + rows.offset[t + 1];

@@ -1,7 +1,7 @@
-// The tile operations that attend_amx.cpp uses, twice: as instructions, and as the same arithmetic on AVX-512 vectors for tests
-// on machines without AMX. Included inside an anonymous namespace, after vec.h.
+// The operations on tile registers that attend_amx.cpp uses, in two versions: AMX instructions, and the same arithmetic on
+// AVX-512 vectors for tests on machines without AMX. Included inside an anonymous namespace, after vec.h.
 //
-// Tiles 0..3 are sums C, 4 and 5 are operands A, 6 and 7 are operands B. A row is 64 bytes, 16 floats or 32 bfloat16:
+// Tile registers 0 to 3 are sums C, 4 and 5 operands A, 6 and 7 operands B. A row is 64 bytes, 16 floats or 32 bfloat16:
 //
 //     C [rows][16] += A [rows][16][2] x B [16][16][2]      c[m][n] += a[m][k][0] * b[k][n][0] + a[m][k][1] * b[k][n][1]
 
@@ -9,7 +9,7 @@ constexpr int kNumTiles = 8;
 constexpr int kTileRows = 16;
 constexpr int kTileRowBytes = 64;
 
-/// What LDTILECFG reads.
+/// The operand of LDTILECFG.
 struct TileConfig {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
@@ -17,7 +17,7 @@ struct TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64, "LDTILECFG reads 64 bytes");
 
-/// A and C of `rows` rows, B of 16.
+/// A configuration where A and C have `rows` rows and B has 16.
 inline TileConfig tile_config(int rows) {
   TileConfig config = {};
   config.palette = 1;
@@ -30,14 +30,15 @@ inline TileConfig tile_config(int rows) {
 
 #if !defined(OSCAR_AMX_EMULATED)
 
-/// The calling thread's tiles, released when this ends: a thread that holds tiles makes its task switches dearer.
+/// The calling thread's tile registers. They are released in the destructor, since task switches of a thread that holds tile
+/// registers take longer.
 ///
-/// In assembly, not with the compiler's intrinsics: gcc 12's tile load does not say that it reads memory, so that stores to the
-/// operand may move behind it.
+/// In assembly, not with the compiler's intrinsics: gcc 12's tile load does not say that it reads memory, so that the compiler
+/// may move stores to the operand behind the load.
 class Tiles {
  public:
   ~Tiles() { __asm__ volatile("tilerelease"); }
-  /// Clears all tiles.
+  /// Configure for query blocks of `rows` rows; clears all tile registers.
   void configure(int rows) {
     const TileConfig config = tile_config(rows);
     __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory");
@@ -63,9 +64,10 @@ class Tiles {
 
 #else
 
-/// The instructions' arithmetic in the order that Intel's manual gives for TDPBF16PS: a float32 sum of even and one of odd
-/// products, each by fused multiply-adds from zero, then their sum, then the accumulator. Two differences: numbers below 2^-126
-/// are kept where the instruction takes them as zero, and what would be an invalid instruction is a trap.
+/// The arithmetic of the instructions, in the order that Intel's manual gives for TDPBF16PS: one float32 sum of the even
+/// products and one of the odd products, each made by fused multiply-adds from zero; then the sum of the two; then that is
+/// added to C. Two differences: numbers below 2^-126 are kept, which the instruction takes as zero, and what would be an
+/// invalid instruction traps.
 class Tiles {
  public:
   void configure(int rows) {

@@ -1,14 +1,14 @@
-// AMX: many query rows, as extend has, against a tile of keys are two matrix products in bfloat16. Fewer rows, float32 rows and
-// level tables go to the AVX-512 kernels.
+// AMX: with many query rows, as extend has them, logits and outputs of a tile are two matrix products in bfloat16. Fewer query
+// rows, and float32 rows, go to the AVX-512 kernels.
 //
-// Both products take 16 query rows a block and sum in float32:
+// Both products take a block of 16 query rows and sum in float32. A, B and C are tile registers:
 //
-//     logits   A [rows][32 channels]   B [16 channel pairs][16 keys][2]
-//     output   A [rows][32 keys]       B [16 key pairs][16 channels][2]
+//     logits   A [query rows][32 channels]   B [16 channel pairs][16 keys][2]
+//     output   A [query rows][32 keys]       B [16 key pairs][16 channels][2]
 //
-// B is made once a tile, for all its query rows. Codes 0..3 are exact in bfloat16, and windows and new tokens are bfloat16
-// already; queries and weights are taken as the sum of two, 16 bits in all. Centre and step enter once a group, as in the
-// AVX-512 kernels, with sums of the operands as they were rounded.
+// The operands B of a tile are made once for all query rows. Codes 0..3 are exact in bfloat16, and windows and new tokens are
+// bfloat16 already. Queries and weights are each the sum of two bfloat16 numbers, 16 bits in all. Centre and step enter once a
+// group, as in the AVX-512 kernels, with sums of the operands as they were rounded.
 
 #include <immintrin.h>
 
@@ -22,18 +22,19 @@ namespace {
 #include "amx_tiles.h"
 #include "amx_operands.h"
 
-constexpr int kMinRows = 16;  // fewer would leave tiles part empty and a tile's preparation for too few
+constexpr int kMinRows = 16;  // fewer query rows would not fill a tile register, nor pay for making the operands B
 
-/// Uniform levels, and groups in whole vectors.
+/// Whether the kernels here take a side's format: not too many groups, and each of whole vectors.
 bool side_fits(const OscarSide& side) {
   const int groups = side.head_dim / side.group_size;
-  return side.levels == nullptr && groups <= kMaxGroups && (groups == 1 || side.group_size % 16 == 0);
+  return groups <= kMaxGroups && (groups == 1 || side.group_size % 16 == 0);
 }
 
 bool integer_dots_fit(const OscarLayer& layer) { return side_fits(layer.k) && side_fits(layer.v); }
 
-/// A of the logits for one row of a block; sums[g]: of what it holds.
-inline void split_query(const float* q, const Operand& keys, int row, Split* out, float (*sums)[kBlock]) {
+/// Write row `row` of the operands A of the logits, from one query row. sums[g][row]: the sum of what A holds, for each K
+/// group.
+inline void split_query(const float* q, const Operand& keys, int row, HighLow* out, float (*sums)[kBlock]) {
   for (int g = 0; g < keys.num_groups; g++, q += keys.group_size) {
     F total = {};
     for (int c = 0; c < keys.group_size; c += kStep, out++) {
@@ -43,15 +44,16 @@ inline void split_query(const float* q, const Operand& keys, int row, Split* out
   }
 }
 
-/// A of the output for one row and group, from its weights; where values have centre and step, the row's r lanes too.
-inline void split_weights(const float* p, const Affine* affine, int g, int row, Split* out, float* lanes) {
+/// Write row `row` of the operands A of the output, for V group g, from one query row's weights p. Where V rows are packed, A
+/// has p * step, and the r lanes of the query row's state are updated.
+inline void split_weights(const float* p, const Affine* affine, int g, int row, HighLow* out, float* lanes) {
   F offset = {};
   for (int t = 0; t < kTile; t += kStep, out++) {
     const F x = load(p + t), y = load(p + t + 16);
     if (affine) {
       const float *centre = &affine->centre[g][t], *step = &affine->step[g][t];
       offset += x * load(centre) + y * load(centre + 16);
-      offset -= set1(1.5f) * split(x * load(step), y * load(step + 16), row, out);
+      offset -= set1(kMidCode) * split(x * load(step), y * load(step + 16), row, out);
     } else {
       split(x, y, row, out);
     }
@@ -59,8 +61,8 @@ inline void split_weights(const float* p, const Affine* affine, int g, int row, 
   if (affine) store(lanes, load(lanes) + offset);
 }
 
-/// Tiles C and, where it is below N, C + 1 += A x B. In turn, since a sum takes 52 cycles until it can be added to, and a
-/// product 16 until the next starts (Intel's figures).
+/// Tile registers C and, where that is below N, C + 1 += A x B. The two take turns, since a sum can be added to again after 52
+/// cycles, and a product can start 16 cycles after another (Intel's figures).
 template <int C, int N>
 inline void multiply_two(Tiles& tiles, const Pairs* b) {
   constexpr bool kTwo = C + 1 < N;
@@ -72,9 +74,10 @@ inline void multiply_two(Tiles& tiles, const Pairs* b) {
   if constexpr (kTwo) tiles.multiply<C + 1, 5, 7>();
 }
 
-/// Tiles C 0..N-1 += A x B over `steps`. b: the first step's N operands, those of the next `b_stride` behind.
+/// Tile registers C 0..N-1 += A x B over `steps` steps. b: the first step's N operands; those of the next step are `b_stride`
+/// behind.
 template <int N>
-inline void multiply(Tiles& tiles, const Split* a, int steps, const Pairs* b, int b_stride) {
+inline void multiply(Tiles& tiles, const HighLow* a, int steps, const Pairs* b, int b_stride) {
   for (int s = 0; s < steps; s++, b += b_stride) {
     tiles.load<4>(a[s].high, sizeof(a->high[0]));
     tiles.load<5>(a[s].low, sizeof(a->low[0]));
@@ -83,15 +86,15 @@ inline void multiply(Tiles& tiles, const Split* a, int steps, const Pairs* b, in
   }
 }
 
-/// logits[h][t] of a block.
+/// logits[h][t] of a block of `count` query rows.
 inline void block_logits(Tiles& tiles, const QueryRows& rows, int first, int count, const Operand& keys,
                          float (*logits)[kTile]) {
-  Split queries[kMaxSteps];
+  HighLow queries[kMaxSteps];
   float sums[kMaxGroups][kBlock];
   alignas(64) float dots[kBlock][kTile];
   for (int h = 0; h < count; h++) split_query(rows.q + size_t(first + h) * rows.dim, keys, h, queries, sums);
   const int steps = steps_of(keys.group_size);
-  float(*to)[kTile] = keys.affine ? dots : logits;
+  float (*to)[kTile] = keys.affine ? dots : logits;
   for (int g = 0; g < keys.num_groups; g++) {
     tiles.zero<0>();
     tiles.zero<1>();
@@ -104,7 +107,7 @@ inline void block_logits(Tiles& tiles, const QueryRows& rows, int first, int cou
     tiles.store<3>(to[0] + 48, sizeof(to[0]));
     if (!keys.affine) continue;
     for (int h = 0; h < count; h++) {
-      const F total = set1(sums[g][h]), middle = set1(-1.5f * sums[g][h]);
+      const F total = set1(sums[g][h]), middle = set1(-kMidCode * sums[g][h]);
       for (int t = 0; t < kTile; t += W) {
         const F centre = load(&keys.affine->centre[g][t]), step = load(&keys.affine->step[g][t]);
         const F dot = (load(dots[h] + t) + middle) * step + centre * total;
@@ -114,9 +117,9 @@ inline void block_logits(Tiles& tiles, const QueryRows& rows, int first, int cou
   }
 }
 
-/// N blocks of 16 channels of a block's accumulators += weights x values.
+/// acc += weights x values, for a block of query rows and N times 16 channels. stride: bytes between rows of acc.
 template <int N>
-inline void add_values(Tiles& tiles, const Split* weights, int steps, const Pairs* values, int value_blocks, float* acc,
+inline void add_values(Tiles& tiles, const HighLow* weights, int steps, const Pairs* values, int value_blocks, float* acc,
                        int64_t stride) {
   tiles.load<0>(acc, stride);
   if constexpr (N > 1) tiles.load<1>(acc + 16, stride);
@@ -129,14 +132,14 @@ inline void add_values(Tiles& tiles, const Split* weights, int steps, const Pair
   if constexpr (N > 3) tiles.store<3>(acc + 48, stride);
 }
 
-/// All query rows against a tile that is ready.
+/// Add a tile to the states of all query rows, once its operands B are ready.
 void attend_blocks(const OscarLayer& layer, const Tile& tile, const QueryRows& rows, const State& state, const Operand& keys,
                    const Operand& values) {
   const int v_dim = layer.v.head_dim, r_groups = oscar_state_groups(&layer), steps = steps_of(tile.count);
   alignas(64) float logits[kBlock][kTile];
-  Split weights[kTile / kStep];
+  HighLow weights[kTile / kStep];
   Tiles tiles;
-  Prefetcher prefetcher(tile.ahead);
+  Prefetcher prefetcher(tile.next_lines);
   for (int first = 0; first < rows.num_rows; first += kBlock) {
     const int count = rows.num_rows - first < kBlock ? rows.num_rows - first : kBlock;
     if (first == 0 || count < kBlock) tiles.configure(count);
@@ -169,9 +172,9 @@ void attend_blocks(const OscarLayer& layer, const Tile& tile, const QueryRows& r
   }
 }
 
-void packed_tile(const OscarLayer& layer, int head, const Tile& tile, const QueryRows& rows, const State& state) {
+void packed_tile(const OscarLayer& layer, const Tile& tile, const QueryRows& rows, const State& state) {
   if (rows.num_rows < kMinRows) {
-    kAttendAvx512.attend_packed(&layer, head, &tile, &rows, &state);
+    kAttendAvx512.attend_packed(&layer, &tile, &rows, &state);
     return;
   }
   alignas(64) uint16_t codes[kTile * kMaxDim];
@@ -189,7 +192,7 @@ void packed_tile(const OscarLayer& layer, int head, const Tile& tile, const Quer
   read_affine(layer.v, tile.v, &v_affine);
   attend_blocks(layer, tile, rows, state, {layer.k.group_size, layer.k.head_dim / layer.k.group_size, &k_affine, keys},
                 {layer.v.group_size, layer.v.head_dim / layer.v.group_size, &v_affine, values});
-  prefetch_rest(tile.ahead);
+  prefetch_rest(tile.next_lines);
 }
 
 void attend_wide_tiles(const OscarLayer* layer, int dtype, const Tile* tile, const QueryRows* rows, const State* state) {
@@ -202,17 +205,15 @@ void attend_wide_tiles(const OscarLayer* layer, int dtype, const Tile* tile, con
   pack_keys(tile->k, dim, dim, keys);
   pack_values(tile->v, v_dim, values);
   attend_blocks(*layer, *tile, *rows, *state, {dim, 1, nullptr, keys}, {v_dim, 1, nullptr, values});
-  prefetch_rest(tile->ahead);
+  prefetch_rest(tile->next_lines);
 }
 
-/// Limbs are for what goes to the AVX-512 kernels.
+/// Limbs are needed only where query rows go to the AVX-512 kernels.
 void quantise_few(const OscarSide* k, int num_rows, const float* q, int8_t* limbs, float* scale, float* sums) {
   if (num_rows < kMinRows) quantise_queries(k, num_rows, q, limbs, scale, sums);
 }
 
-bool looks_up(const OscarLayer* layer, int num_rows) {
-  return num_rows < kMinRows && kAttendAvx512.looks_up(layer, num_rows);
-}
+bool looks_up(const OscarLayer* layer, int num_rows) { return num_rows < kMinRows && kAttendAvx512.looks_up(layer, num_rows); }
 
 void tabulate_queries(const OscarSide* k, int num_rows, const float* q, int16_t* tables, float* scale, float* sums) {
   kAttendAvx512.tabulate_queries(k, num_rows, q, tables, scale, sums);

@@ -1,4 +1,5 @@
-// The AMX level with its tile operations on AVX-512 vectors: slow, never chosen on its own, for tests where no CPU has AMX.
+// The AMX level with its tile operations emulated on AVX-512 vectors: for tests on machines without AMX. Slow, and never chosen
+// by itself.
 
 #define OSCAR_AMX_EMULATED 1
 #include "attend_amx.cpp"

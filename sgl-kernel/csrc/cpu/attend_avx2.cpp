@@ -1,16 +1,16 @@
-// AVX2 with FMA: 2-bit rows become levels in registers, and products are float32.
+// AVX2 with FMA: packed rows become code - 1.5 in registers, and products are float32.
 //
-// VPERMILPS reads a table of four floats by the lowest two bits of each lane: a shift and a look-up make eight levels of eight
-// codes, of any level table, and all query rows at hand use them. Integer dots of this precision would take three limbs of a
-// query or a weight: six instructions for what four FMAs do here.
+// VPERMILPS reads a table of four floats by the lowest two bits of each lane: a shift and a look-up give code - 1.5 of eight
+// codes, which serve all query rows of a block. Integer products of this precision would take three limbs of a query or a
+// weight: six instructions for what four FMAs do here.
 //
-// Keys. Codes of eight keys are transposed so that a 32-bit lane holds 16 channels of one key: no sum crosses lanes, and a
-// query is a broadcast from memory. q is the code bytes of a row:
+// Keys. The codes of eight keys are transposed so that a 32-bit lane holds 16 channels of one key. So no sum crosses lanes, and
+// a query number is broadcast from memory. q is the quarter:
 //
 //     row t:  | b0 b1 b2 b3 | b4 ...          vector j, lane t:  bytes 4j .. 4j+3 of row t
 //     (vector j >> 2f) >> 8i, lane t          lowest bits: code of channel f*q + 4j + i of key t
 //
-// Values. Eight code bytes of a key go to eight lanes; the weight, p * step, is a broadcast.
+// Values. Eight code bytes of one key go to eight lanes, and weight * step of the key is broadcast.
 
 #include <immintrin.h>
 
@@ -23,39 +23,37 @@ namespace {
 
 constexpr int kMaxWords = kMaxDim / 16;  // 32-bit words of codes in a row
 
-/// Groups that the state holds and that no vector of values straddles; other rows are decoded first.
+/// Whether the kernels for codes take a side's format: not too many groups, and each vector of channels within one group.
 bool side_fits(const OscarSide& side) {
   const int quarter = side.head_dim / kCodesPerByte, groups = side.head_dim / side.group_size;
   return groups <= kMaxGroups && (groups == 1 || (quarter % W == 0 && side.group_size % W == 0));
 }
 
-/// The four levels of a head, in units of step, in both halves of a vector.
-inline __m256 level_table(const OscarSide& side, int head) {
-  return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(side.levels ? side.levels + head * kNumLevels : kUniformLevels));
+/// code - 1.5 of the code in the lowest two bits of each lane; the other bits are ignored.
+inline F centred_codes(__m256i codes) {
+  const __m256 table = _mm256_setr_ps(-kMidCode, 1 - kMidCode, 2 - kMidCode, 3 - kMidCode,  //
+                                      -kMidCode, 1 - kMidCode, 2 - kMidCode, 3 - kMidCode);
+  return (F)_mm256_permutevar_ps(table, codes);
 }
 
-/// Levels of the codes in the lowest two bits of each lane.
-inline F levels_of(__m256 table, __m256i codes) { return (F)_mm256_permutevar_ps(table, codes); }
-
-/// 32 bytes of a row, or as many as it has.
+/// 32 code bytes of a row. Where only `bytes` are left in it, the others are zero and not read.
 inline __m256i load_codes(const uint8_t* p, int bytes) {
   if (bytes >= 32) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), _mm256_cmpgt_epi32(_mm256_set1_epi32(bytes / 4), lane));
 }
 
+/// Centres and steps of a tile's rows, by group.
 struct Meta {
   alignas(32) float centre[kMaxGroups][kTile], step[kMaxGroups][kTile];
 };
 
-/// 16-bit numbers in the low halves of eight lanes.
-inline __m256 meta_floats(__m256i low16, int dtype) {
-  if (dtype == kBFloat16) return _mm256_castsi256_ps(_mm256_slli_epi32(low16, 16));
+/// float16 numbers in the low halves of eight 32-bit lanes, the high halves zero, to float32.
+inline __m256 meta_floats(__m256i low16) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low16, low16), 0x08);
   return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
 }
 
-/// Centres and steps of a tile's rows, by group.
 void read_meta(const OscarSide& side, const TileRows& rows, Meta* meta) {
   const int groups = side.head_dim / side.group_size;
   for (int g = 0; g < groups; g++) {
@@ -65,13 +63,13 @@ void read_meta(const OscarSide& side, const TileRows& rows, Meta* meta) {
       for (int i = 0; i < W; i++) pair[i] = load_u32(at + rows.offset[t + i]);
       const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(pair));
       const __m256i low = _mm256_and_si256(both, _mm256_set1_epi32(0xffff));
-      _mm256_store_ps(&meta->centre[g][t], meta_floats(low, side.meta_dtype));
-      _mm256_store_ps(&meta->step[g][t], meta_floats(_mm256_srli_epi32(both, 16), side.meta_dtype));
+      _mm256_store_ps(&meta->centre[g][t], meta_floats(low));
+      _mm256_store_ps(&meta->step[g][t], meta_floats(_mm256_srli_epi32(both, 16)));
     }
   }
 }
 
-/// words[j][t]: 32-bit word j of the codes of key t.
+/// words[j][t] = 32-bit word j of the codes of key t.
 void transpose_keys(const Tile& tile, int quarter, uint32_t (*words)[kTile]) {
   const auto store_word = [](uint32_t* at, __m256i x) { _mm256_store_si256(reinterpret_cast<__m256i*>(at), x); };
   for (int t = 0; t < kTile; t += 8) {
@@ -97,7 +95,7 @@ void transpose_keys(const Tile& tile, int quarter, uint32_t (*words)[kTile]) {
   }
 }
 
-/// Per K group the sum of a row's q, which its centre multiplies.
+/// `sums` of QueryRows: for each K group the sum of q, which a key's centre multiplies.
 void sum_queries(const OscarSide* k, int num_rows, const float* q, int8_t*, float*, float* sums) {
   const int groups = k->head_dim / k->group_size;
   if (groups > kMaxGroups) return;
@@ -110,13 +108,14 @@ void sum_queries(const OscarSide* k, int num_rows, const float* q, int8_t*, floa
   }
 }
 
-/// logits[h][t] of NH rows over the tile, NV vectors of keys at a time. Whole vectors: softmax_tile masks beyond the count.
+/// logits[h][t] of NH query rows from `first` on, NV vectors of keys at a time. Vectors are taken whole: softmax_tile masks
+/// what lies behind the last key.
 template <int NH, int NV>
-inline void key_dots(const OscarSide& side, __m256 table, const uint32_t (*words)[kTile], const Meta& meta,
-                     const QueryRows& rows, int first, const Tile& tile, float (*logits)[kTile]) {
+inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], const Meta& meta, const QueryRows& rows, int first,
+                     const Tile& tile, float (*logits)[kTile]) {
   const int dim = side.head_dim, quarter = dim / kCodesPerByte;
   const float* q = rows.q + size_t(first) * dim;
-  Prefetcher prefetcher(tile.ahead);
+  Prefetcher prefetcher(tile.next_lines);
   for (int t = 0; t < tile.count; t += NV * W) {
     for (int g = 0, channel = 0; channel < dim; g++) {
       const int end = channel + side.group_size;
@@ -126,7 +125,7 @@ inline void key_dots(const OscarSide& side, __m256 table, const uint32_t (*words
         const __m128i shift = _mm_cvtsi32_si128(2 * f);
         const uint32_t* word = words[(channel - f * quarter) / 4] + t;
         for (; channel < stop; channel += 4, word += kTile) {
-          prefetcher.lines(NV / 2);  // 128 lines a tile at head_dim 128; a head's share of the next is about 75
+          prefetcher.lines(NV / 2);  // 128 in all at head_dim 128, where a head's share of the next tile is about 75 lines
           __m256i codes[NV];
 #pragma GCC unroll 8
           for (int i = 0; i < NV; i++) {
@@ -136,7 +135,7 @@ inline void key_dots(const OscarSide& side, __m256 table, const uint32_t (*words
           for (int b = 0; b < 4; b++) {
             F key[NV];
 #pragma GCC unroll 8
-            for (int i = 0; i < NV; i++) key[i] = levels_of(table, _mm256_srli_epi32(codes[i], 8 * b));
+            for (int i = 0; i < NV; i++) key[i] = centred_codes(_mm256_srli_epi32(codes[i], 8 * b));
 #pragma GCC unroll 8
             for (int h = 0; h < NH; h++) {
               const F query = set1(q[h * dim + channel + b]);
@@ -160,12 +159,13 @@ inline void key_dots(const OscarSide& side, __m256 table, const uint32_t (*words
   }
 }
 
-/// acc[h] = acc[h] * alpha[h] + sum_t weights[g][h][t] * level for fields [kFirst, kFirst + NF) of code bytes from `byte`.
+/// acc[h] = acc[h] * alpha[h] + sum over t of weights[g][h][t] * (code_t - 1.5), for fields [kFirst, kFirst + NF) of W code
+/// bytes from `byte` on. weights: weight * step, for each V group g.
 template <int NH, int kFirst, int NF, bool kOneGroup>
-inline void value_dots(const OscarSide& side, __m256 table, const Tile& tile, const float (*weights)[NH][kTile],
-                       const float* alpha, float* const* acc_row, int byte) {
+inline void value_dots(const OscarSide& side, const Tile& tile, const float (*weights)[NH][kTile], const float* alpha,
+                       float* const* acc_row, int byte) {
   const int quarter = side.head_dim / kCodesPerByte;
-  const float(*weight[NF])[kTile];
+  const float (*weight[NF])[kTile];
   for (int f = 0; f < NF; f++) weight[f] = weights[kOneGroup ? 0 : ((kFirst + f) * quarter + byte) / side.group_size];
   F dot[NH][NF] = {};
   const uint8_t* codes = tile.v.base + byte;
@@ -174,7 +174,7 @@ inline void value_dots(const OscarSide& side, __m256 table, const Tile& tile, co
     const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + tile.v.offset[t])));
     F value[NF];
 #pragma GCC unroll 8
-    for (int f = 0; f < NF; f++) value[f] = levels_of(table, _mm256_srli_epi32(bytes, 2 * (kFirst + f)));
+    for (int f = 0; f < NF; f++) value[f] = centred_codes(_mm256_srli_epi32(bytes, 2 * (kFirst + f)));
 #pragma GCC unroll 8
     for (int h = 0; h < NH; h++) {
 #pragma GCC unroll 8
@@ -189,7 +189,7 @@ inline void value_dots(const OscarSide& side, __m256 table, const Tile& tile, co
       const __m256 factor = _mm256_set1_ps(alpha[h]);
       if (byte + W <= quarter) {
         store(out, load(out) * (F)factor + dot[h][f]);
-      } else {  // the last bytes were of metadata
+      } else {  // only four of the bytes were codes, the others were of (centre, step) pairs
         const __m128 old = _mm_mul_ps(_mm_loadu_ps(out), _mm256_castps256_ps128(factor));
         _mm_storeu_ps(out, _mm_add_ps(old, _mm256_castps256_ps128((__m256)dot[h][f])));
       }
@@ -198,31 +198,31 @@ inline void value_dots(const OscarSide& side, __m256 table, const Tile& tile, co
 }
 
 template <int NH, bool kOneGroup>
-inline void value_rows(const OscarSide& side, __m256 table, const Tile& tile, const float (*weights)[NH][kTile],
-                       const float* alpha, float* const* acc_row) {
+inline void value_rows(const OscarSide& side, const Tile& tile, const float (*weights)[NH][kTile], const float* alpha,
+                       float* const* acc_row) {
   for (int byte = 0; byte < side.head_dim / kCodesPerByte; byte += W) {
-    if constexpr (NH <= 2) {  // eight accumulators at most, beside what is multiplied
-      value_dots<NH, 0, 4, kOneGroup>(side, table, tile, weights, alpha, acc_row, byte);
+    if constexpr (NH <= 2) {  // at most eight registers of sums, so that the factors have registers too
+      value_dots<NH, 0, 4, kOneGroup>(side, tile, weights, alpha, acc_row, byte);
     } else {
-      value_dots<NH, 0, 2, kOneGroup>(side, table, tile, weights, alpha, acc_row, byte);
-      value_dots<NH, 2, 2, kOneGroup>(side, table, tile, weights, alpha, acc_row, byte);
+      value_dots<NH, 0, 2, kOneGroup>(side, tile, weights, alpha, acc_row, byte);
+      value_dots<NH, 2, 2, kOneGroup>(side, tile, weights, alpha, acc_row, byte);
     }
   }
 }
 
-/// What all query rows of a tile share.
+/// What all query rows share of a tile.
 struct Operands {
   alignas(32) uint32_t words[kMaxWords][kTile];
   Meta k_meta, v_meta;
-  __m256 k_table, v_table;
 };
 
+/// Add a tile to the states of NH query rows from `first` on.
 template <int NH>
 inline void code_rows(const OscarLayer& layer, const Tile& tile, const QueryRows& rows, int first, const State& state,
                       const Operands& x) {
-  constexpr int kVectors = NH == 1 ? 8 : NH == 2 ? 4 : 2;  // NH of them are accumulated: 6 or 8, for the latency of an FMA
+  constexpr int kVectors = NH == 1 ? 8 : NH == 2 ? 4 : 2;  // 6 or 8 sums in all, enough to cover the latency of an FMA
   alignas(32) float logits[NH][kTile], weights[kMaxGroups][NH][kTile];
-  key_dots<NH, kVectors>(layer.k, x.k_table, x.words, x.k_meta, rows, first, tile, logits);
+  key_dots<NH, kVectors>(layer.k, x.words, x.k_meta, rows, first, tile, logits);
   const int v_dim = layer.v.head_dim, groups = v_dim / layer.v.group_size;
   float alpha[NH];
   float* acc_row[NH];
@@ -241,20 +241,18 @@ inline void code_rows(const OscarLayer& layer, const Tile& tile, const QueryRows
     }
   }
   if (groups == 1) {
-    value_rows<NH, true>(layer.v, x.v_table, tile, weights, alpha, acc_row);
+    value_rows<NH, true>(layer.v, tile, weights, alpha, acc_row);
   } else {
-    value_rows<NH, false>(layer.v, x.v_table, tile, weights, alpha, acc_row);
+    value_rows<NH, false>(layer.v, tile, weights, alpha, acc_row);
   }
 }
 
-void attend_codes(const OscarLayer* layer, int head, const Tile* tile, const QueryRows* rows, const State* state) {
+void attend_codes(const OscarLayer* layer, const Tile* tile, const QueryRows* rows, const State* state) {
   if (!side_fits(layer->k) || !side_fits(layer->v)) {
-    attend_packed(layer, head, tile, rows, state);
+    attend_packed(layer, tile, rows, state);
     return;
   }
   Operands x;
-  x.k_table = level_table(layer->k, head);
-  x.v_table = level_table(layer->v, head);
   read_meta(layer->k, tile->k, &x.k_meta);
   read_meta(layer->v, tile->v, &x.v_meta);
   transpose_keys(*tile, layer->k.head_dim / kCodesPerByte, x.words);
@@ -266,7 +264,7 @@ void attend_codes(const OscarLayer* layer, int head, const Tile* tile, const Que
       default: code_rows<4>(*layer, *tile, *rows, first, *state, x);
     }
   }
-  prefetch_rest(tile->ahead);
+  prefetch_rest(tile->next_lines);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Any CPU that the compiler knows: tiles are decoded to float32 and taken as the wide rows are.
+// The attention kernels for any CPU that the compiler knows: packed rows are decoded to float32 and then handled as wide rows.
 
 #include "kernels.h"
 
@@ -9,5 +9,5 @@ namespace {
 
 }  // namespace
 
-extern const AttendTable kAttendPortable = {attend_packed, attend_wide, matmul, quantise_queries, merge, convert_to_float,
-                                            read_bytes};
+extern const AttendTable kAttendPortable = {attend_packed, attend_wide,      matmul,    quantise_queries,
+                                            merge,         convert_to_float, read_bytes};

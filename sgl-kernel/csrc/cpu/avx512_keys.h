@@ -1,18 +1,20 @@
-// Logits of 2-bit keys, included in attend_avx512.cpp.
+// Logits of packed K rows: by look-up for rows with one group, by products for rows with more. Included by attend_avx512.cpp.
 //
-// Rows with one group: by look-up. Codes of 32 keys are transposed so that a 16-bit lane holds 8 channels of one key. What five
-// bits of it add to the logit, but for the step, is an entry of a table that VPERMW reads for 32 keys at once. A query has 52
-// such tables at head_dim 128.
+// Look-ups. The codes of 32 keys are transposed so that a 16-bit lane holds 8 channels of one key. What five bits of the lane
+// add to the logit, except for the step, is an entry of a table, and VPERMW reads one table for 32 keys at once. A query row
+// has 52 such tables at head_dim 128. QueryRows (kernels.h) describes them.
 //
-// Rows with more: by products. Codes of 16 keys are transposed so that a 32-bit lane holds four channels of one key. VPDPBUSD
-// adds four products a lane with no sum across lanes, and the query limb is a broadcast from memory:
+// Products. The codes of 16 keys are transposed so that a 32-bit lane holds 16 channels of one key, four for each field.
+// VPDPBUSD adds the products of four channels in each lane, so no sum crosses lanes, and the query limbs are broadcast from
+// memory. q is the quarter:
 //
 //     row t:  | b0 b1 b2 b3 | b4 ...        vector j, lane t:  bytes 4j .. 4j+3 of row t
 //     (vector j >> 2f) & 3, lane t          codes of channels f*q + 4j .. f*q + 4j+3 of key t
 //
-// The query is 256 * high + low, two signed bytes, 16 bits in all.
+// A query number is 256 * high + low, two signed bytes.
 
-/// sum += four products a lane, codes unsigned times limbs signed. In assembly because gcc 12 copies the accumulator first.
+/// sum += four products in each lane, of unsigned codes and signed limbs. In assembly because gcc 12 copies `sum` first for the
+/// intrinsic.
 inline void add_products(__m512i& sum, __m512i codes, __m512i limbs) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(limbs));
 }
@@ -23,13 +25,13 @@ inline __m512i broadcast_word(const void* p) {
   return _mm512_set1_epi32(word);
 }
 
-/// logits[h][t] of NH rows over a tile of kTile keys.
+/// logits[h][t] of NH query rows from `first` on and kTile keys, by products.
 template <int NH>
 inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], const Meta& meta, const QueryRows& rows, int first,
-                     Ahead* ahead, float (*logits)[kLookUpTile]) {
+                     NextTileLines* lines, float (*logits)[kLookUpTile]) {
   const int dim = side.head_dim, quarter = dim / kCodesPerByte, group_size = side.group_size;
   const int8_t* limbs = rows.limbs + size_t(first) * dim * 2;
-  Prefetcher prefetcher(ahead);
+  Prefetcher prefetcher(lines);
   for (int t = 0; t < kTile; t += 32) {
     for (int g = 0, channel = 0; channel < dim; g++) {
       const int end = channel + group_size;
@@ -60,11 +62,12 @@ inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], cons
       }
 #pragma GCC unroll 8
       for (int h = 0; h < NH; h++) {
-        // q . x = scale * (step * (limbs . codes - 1.5 * sum(limbs)) + centre * sum(limbs)). All from the limbs: else their
-        // rounding would meet codes 0..3 instead of levels around zero.
+        // q . x = scale * (step * (limbs . codes - 1.5 * sum(limbs)) + centre * sum(limbs)). `total`, the sum, is of the
+        // rounded limbs and not of q. So a limb's rounding error is multiplied by code - 1.5, which lies around zero, and not
+        // by a code 0..3; that makes errors 1.7 times smaller.
         const __m512 scale = _mm512_set1_ps(rows.scale[first + h]);
         const __m512 total = _mm512_set1_ps(rows.sums[(first + h) * kMaxGroups + g]);
-        const __m512 middle = _mm512_mul_ps(total, _mm512_set1_ps(-1.5f));
+        const __m512 middle = _mm512_mul_ps(total, _mm512_set1_ps(-kMidCode));
 #pragma GCC unroll 8
         for (int i = 0; i < 2; i++) {
           const int at = t + 16 * i;
@@ -79,7 +82,8 @@ inline void key_dots(const OscarSide& side, const uint32_t (*words)[kTile], cons
   }
 }
 
-/// A table of up to five bits, each worth +w or -w.
+/// Fill a table of kEntries: entry i is the sum of w[b] for each bit b that is set in i and of -w[b] for each that is not.
+/// `bits`: how many numbers w has, at most five.
 inline void fill_table(const float* w, int bits, int16_t* out) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512 low = _mm512_setzero_ps();
@@ -94,14 +98,16 @@ inline void fill_table(const float* w, int bits, int16_t* out) {
   _mm512_store_si512(out, join(_mm512_cvtepi32_epi16(a), _mm512_cvtepi32_epi16(b)));
 }
 
-/// Tables of query rows, as QueryRows describes them.
+/// Tables, scales and sums of query rows, as QueryRows describes them.
 void tabulate_queries(const OscarSide* k, int num_rows, const float* q, int16_t* tables, float* scale, float* sums) {
-  constexpr float kTop = 32000;  // 767 less than 16 bits hold, for the rounding of entries
-  constexpr float kFactor = 1024;  // of the largest part: 34 parts at most stay below 2^31
+  constexpr float kTop = 32000;    // bound of a part: below 32767, for the rounding of its entries
+  constexpr float kFactor = 1024;  // factor of the part that spans most; the sum of 34 parts, the most, stays below 2^31
   const int dim = k->head_dim, quarter = dim / kCodesPerByte, words = quarter / 2, lookups = oscar_lookups(dim);
-  const int parts = words + 2, half = (lookups - 3 * words + 1) / 2 * 5;  // words whose bit 15 goes to the last part but one
+  // The bits 15 of the first `half` words are one part, those of the other words the next.
+  const int parts = words + 2, half = (lookups - 3 * words + 1) / 2 * 5;
   for (int r = 0; r < num_rows; r++, q += dim) {
-    // Bits are worth +w or -w: levels lie around zero.
+    // code - 1.5 is (+1 or -1) for the code's upper bit plus (+0.5 or -0.5) for the lower one. So a bit that is set adds w and
+    // one that is not subtracts w. size[i]: what part i can be at most.
     float w[kMaxDim / 8][16], size[kMaxDim / 8 + 2] = {}, total = 0;
     for (int j = 0; j < words; j++) {
       for (int b = 0; b < 16; b++) {
@@ -141,17 +147,18 @@ void tabulate_queries(const OscarSide* k, int num_rows, const float* q, int16_t*
   }
 }
 
-/// logits[h][t] of NH rows over a tile of kLookUpTile keys by table: 52 entries where key_dots takes 256 products, and less
-/// than half of its time. kWords: 16-bit words of codes in a row, 0 for any number.
+/// logits[h][t] of NH query rows from `first` on and kLookUpTile keys, by look-up. At head_dim 128 that is 52 look-ups for 32
+/// keys and a query row, where key_dots takes 128 VPDPBUSD, and less than half of the time. kWords: 16-bit words of codes in a
+/// row; 0 for any number.
 template <int NH, int kWords>
 __attribute__((noinline)) void key_lookups(int head_dim, const uint16_t (*words)[kLookUpTile], const Meta& meta,
                                            const QueryRows& rows, int first, float (*logits)[kLookUpTile]) {
-  constexpr int kVectors = 2;  // of 32 keys: NH x 2 x 2 sums in 32 bits
+  constexpr int kVectors = 2;  // of 32 keys each: NH x 2 x 2 registers of 32-bit sums
   const int num_words = kWords ? kWords : head_dim / 8, num_last = (num_words + 4) / 5;
   const __m512i top_bit = _mm512_set1_epi16(-32768);
 #pragma GCC unroll 1
   for (int t = 0; t < kLookUpTile; t += 32 * kVectors) {
-    asm volatile("" : "+r"(t));  // the compiler is not to make two copies of the loop: see weigh
+    asm volatile("" : "+r"(t));  // keeps the compiler from making two copies of the loop, for the reason given in weigh
     const int16_t* factors = rows.tables + size_t(first / kRowBlock) * oscar_table_entries(8 * num_words);
     const int16_t* table = factors + kFactorEntries;
     __m512i sums[NH][kVectors][2];
@@ -160,11 +167,11 @@ __attribute__((noinline)) void key_lookups(int head_dim, const uint16_t (*words)
 #pragma GCC unroll 8
       for (int i = 0; i < kVectors; i++) sums[h][i][0] = sums[h][i][1] = _mm512_setzero_si512();
     }
-    // Entries of one head's table by the lowest five bits of an index; the instruction ignores the others.
+    // VPERMW reads the lowest five bits of each index and ignores the others.
     const auto look_up = [](const int16_t* entries, __m512i index) {
       return _mm512_permutexvar_epi16(index, _mm512_load_si512(entries));
     };
-    // sums += factor * part + next factor * next part, in 32 bits.
+    // sums += factor * part + next factor * next part, in 32 bits (VPDPWSSD).
     const auto add_pair = [&](int h, int i, __m512i part, __m512i next) {
       const __m512i factor = broadcast_word(factors + 2 * h);
       sums[h][i][0] = _mm512_dpwssd_epi32(sums[h][i][0], _mm512_unpacklo_epi16(part, next), factor);
@@ -197,7 +204,7 @@ __attribute__((noinline)) void key_lookups(int head_dim, const uint16_t (*words)
       }
       table += (6 * kRowBlock - NH) * kEntries;
     }
-    // Bit 15 of five words makes another index; the first half of those is a part, and the others.
+    // The two parts of the bits 15: those of five words, put side by side, index one more table.
     __m512i last[2][NH][kVectors];
 #pragma GCC unroll 8
     for (int k = 0; k < 2; k++) {

@@ -1,24 +1,23 @@
-// From 2-bit rows in memory to the operands of the AVX-512 kernels. Included in attend_avx512.cpp.
+// Packed rows in memory to the operands of the AVX-512 kernels. Included by attend_avx512.cpp.
+//
+// kQuarter, in the templates: the quarter of rows with one group, where it is known at compile time; 0 for rows of any format.
 
 constexpr int kMaxWords = kMaxDim / 16;  // 32-bit words of codes in a row
 
 inline __m512i field_mask() { return _mm512_set1_epi8(3); }
 
-inline __m512 meta_float(__m512i low16, int dtype) {
-  if (dtype == kBFloat16) return _mm512_castsi512_ps(_mm512_slli_epi32(low16, 16));
-  return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(low16));
-}
+/// float16 numbers in the low halves of 16 lanes.
+inline __m512 meta_float(__m512i low16) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(low16)); }
 
-/// The uniform grid, and groups that a lane never straddles.
+/// Whether the kernels for codes take a side's format: not too many groups, and each vector of channels within one group.
 bool side_fits(const OscarSide& side) {
   const int quarter = side.head_dim / kCodesPerByte, groups = side.head_dim / side.group_size;
-  return side.levels == nullptr && side.head_dim % 16 == 0 && groups <= kMaxGroups &&
-         (groups == 1 || (quarter % 16 == 0 && side.group_size % 16 == 0));
+  return side.head_dim % 16 == 0 && groups <= kMaxGroups && (groups == 1 || (quarter % 16 == 0 && side.group_size % 16 == 0));
 }
 
 bool integer_dots_fit(const OscarLayer& layer) { return side_fits(layer.k) && side_fits(layer.v); }
 
-/// 32 bytes of a row, or as many as it has.
+/// 32 code bytes of a row. Where only `bytes` are left in it, the others are zero and not read.
 inline __m256i load_codes(const uint8_t* p, int bytes) {
   if (bytes >= 32) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm256_maskz_loadu_epi32(__mmask8((1u << (bytes / 4)) - 1), p);
@@ -26,13 +25,13 @@ inline __m256i load_codes(const uint8_t* p, int bytes) {
 
 inline __m512i join(__m256i a, __m256i b) { return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1); }
 
+/// Centres and steps of a tile's rows, by group.
 struct Meta {
   alignas(64) float centre[kMaxGroups][kLookUpTile];
   alignas(64) float step[kMaxGroups][kLookUpTile];
 };
 
-/// Centres and steps of a tile's rows, by group. keys: a multiple of 16. kQuarter, here and below: code bytes of a row with one
-/// group, 0 for any row.
+/// Read the centres and steps of `keys` rows, a multiple of 16.
 template <int kQuarter>
 inline void read_meta(const OscarSide& side, const TileRows& rows, int keys, Meta* meta) {
   const int quarter = kQuarter ? kQuarter : side.head_dim / kCodesPerByte;
@@ -52,15 +51,13 @@ inline void read_meta(const OscarSide& side, const TileRows& rows, int keys, Met
       const __m256i low_half = _mm256_inserti128_si256(_mm256_castsi128_si256(four[0]), four[1], 1);
       const __m256i high_half = _mm256_inserti128_si256(_mm256_castsi128_si256(four[2]), four[3], 1);
       const __m512i pair = join(low_half, high_half);
-      __m512i low = _mm512_and_si512(pair, _mm512_set1_epi32(0xffff));
-      const __m512 step = meta_float(_mm512_srli_epi32(pair, 16), side.meta_dtype);
-      _mm512_store_ps(&meta->centre[g][t], meta_float(low, side.meta_dtype));
-      _mm512_store_ps(&meta->step[g][t], step);
+      _mm512_store_ps(&meta->centre[g][t], meta_float(pair));
+      _mm512_store_ps(&meta->step[g][t], meta_float(_mm512_srli_epi32(pair, 16)));
     }
   }
 }
 
-/// words[j][t]: 32-bit word j of the codes of key t.
+/// words[j][t] = 32-bit word j of the codes of key t, for the products of key_dots.
 inline void transpose_keys(const Tile& tile, int head_dim, uint32_t (*words)[kTile]) {
   const int quarter = head_dim / kCodesPerByte;
   for (int t = 0; t < kTile; t += 16) {
@@ -68,7 +65,8 @@ inline void transpose_keys(const Tile& tile, int head_dim, uint32_t (*words)[kTi
       __m512i a[8];
 #pragma GCC unroll 8
       for (int i = 0; i < 8; i++) {
-        // Rows i and i + 4 of each run of eight share a vector; then the 128-bit lanes below come out in key order.
+        // A vector holds two rows that are four apart. The unpacking below then leaves its 128-bit lanes in the order of the
+        // keys.
         const int low = t + (i & 3) + (i & 4) * 2;
         const uint8_t *x = tile.k.base + tile.k.offset[low], *y = tile.k.base + tile.k.offset[low + 4];
         a[i] = join(load_codes(x + first, quarter - first), load_codes(y + first, quarter - first));
@@ -96,7 +94,7 @@ inline void transpose_keys(const Tile& tile, int head_dim, uint32_t (*words)[kTi
   }
 }
 
-/// Eight vectors of 16-bit words to their transpose within each 128-bit lane.
+/// Transpose eight vectors of 16-bit words, within each 128-bit lane.
 inline void transpose_lanes(__m512i* a) {
   __m512i b[8], c[8];
 #pragma GCC unroll 8
@@ -118,8 +116,9 @@ inline void transpose_lanes(__m512i* a) {
   }
 }
 
-/// words[j][..]: 16-bit word j of the codes of a tile's keys. Of 32 keys, 128-bit lane L holds keys 4L .. 4L+3, then
-/// 16+4L .. 16+4L+3: unpacking to 32 bits, which takes the halves of lanes apart, then gives 16 keys in order.
+/// words[j] = 16-bit word j of the codes of each key of a tile, for look-ups. Of 32 keys that share a vector, 128-bit lane L
+/// holds keys 4L to 4L+3 and then keys 16+4L to 16+4L+3. key_lookups unpacks 16-bit sums to 32 bits, which separates the two
+/// halves of each 128-bit lane: that gives two vectors of 16 keys in order.
 template <int kQuarter>
 inline void transpose_keys(const Tile& tile, int head_dim, uint16_t (*words)[kLookUpTile]) {
   const int quarter = kQuarter ? kQuarter : head_dim / kCodesPerByte;
@@ -139,7 +138,7 @@ inline void transpose_keys(const Tile& tile, int head_dim, uint16_t (*words)[kLo
       }
 #pragma GCC unroll 8
       for (int j = 0; j < 8; j++) {
-        uint16_t(*to)[kLookUpTile] = words + first / 2 + j;
+        uint16_t (*to)[kLookUpTile] = words + first / 2 + j;
         if (2 * j < left) _mm512_store_si512(&to[0][t], _mm512_shuffle_i64x2(a[0][j], a[1][j], 0x88));
         if (2 * j + 16 < left) _mm512_store_si512(&to[8][t], _mm512_shuffle_i64x2(a[0][j], a[1][j], 0xdd));
       }
@@ -147,7 +146,7 @@ inline void transpose_keys(const Tile& tile, int head_dim, uint16_t (*words)[kLo
   }
 }
 
-/// quads[i][z]: for keys 4i .. 4i+3 and code bytes 16z .. 16z+15, one byte of each key in every 32-bit lane.
+/// quads[i][z] = code bytes 16z to 16z+15 of keys 4i to 4i+3. Each 32-bit lane holds one byte of each of the four keys.
 template <int kQuarter>
 inline void interleave_values(const Tile& tile, int head_dim, int keys, uint8_t (*quads)[kMaxWords / 4][64]) {
   const int quarter = kQuarter ? kQuarter : head_dim / kCodesPerByte;

@@ -1,4 +1,4 @@
-// Which level runs: asked of the CPU and the operating system once.
+// Which instruction set level runs. The CPU and the operating system are asked once.
 
 #include <math.h>
 #include <stdlib.h>
@@ -25,13 +25,14 @@ const KernelTable kTables[] = {
 #endif
 };
 constexpr int kNumTables = sizeof(kTables) / sizeof(kTables[0]);
-constexpr int kNumChosen = kNumTables < kAmxEmulated ? kNumTables : int(kAmxEmulated);  // what may run unasked
+// The levels that may run without being asked for.
+constexpr int kNumChosen = kNumTables < kAmxEmulated ? kNumTables : int(kAmxEmulated);
 
 #if defined(__x86_64__)
-/// What of AMX this machine lacks, or null. Asks the system to let the process use tiles.
+/// What this machine lacks for AMX, or null. Asks the operating system to let the process use tile registers.
 const char* missing_amx() {
-  constexpr unsigned kBf16Bit = 1u << 22, kTileBit = 1u << 24;  // leaf 7, EDX
-  constexpr unsigned kOsxsaveBit = 1u << 27, kTileState = 1u << 17 | 1u << 18;  // leaf 1, ECX; XCR0
+  constexpr unsigned kBf16Bit = 1u << 22, kTileBit = 1u << 24;                  // CPUID leaf 7, EDX
+  constexpr unsigned kOsxsaveBit = 1u << 27, kTileState = 1u << 17 | 1u << 18;  // CPUID leaf 1, ECX; XCR0
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kBf16Bit) || !(d & kTileBit)) {
     return "the CPU has no AMX-TILE or no AMX-BF16";
@@ -40,7 +41,7 @@ const char* missing_amx() {
   __asm__("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
   if ((a & kTileState) != kTileState) return "the operating system does not save AMX tiles (XCR0 bits 17 and 18)";
 #if defined(__linux__)
-  // The tiles' 8 KiB are beyond what a signal frame had room for in the past, so Linux wants to be asked, once a process.
+  // A signal frame once had no room for the 8 KiB of the tile registers, so a process must ask Linux for them, once.
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) {
     return "Linux refuses this process the use of AMX tiles (arch_prctl ARCH_REQ_XCOMP_PERM)";
@@ -49,7 +50,8 @@ const char* missing_amx() {
   return nullptr;
 }
 
-/// Whether a level computes what `avx512` does, on one tile of its own: 19 rows leave a block of tiles part empty.
+/// Whether a level computes what `avx512` does for one tile of made-up numbers. 19 query rows are one whole block of AMX and
+/// part of another.
 bool agrees_with_avx512(const AttendTable& table) {
   constexpr int kRows = 19, kDim = 32, kStride = kDim + 2 * kLanes;
   OscarLayer layer = {};
@@ -61,7 +63,7 @@ bool agrees_with_avx512(const AttendTable& table) {
   for (int t = 0; t < kTile; t++) {
     offset[t] = int64_t(t) * sizeof(k[0]);
     for (int i = 0; i < kDim; i++) {
-      k[t][i] = uint16_t(0x3f00 + (t * 7 + i * 5) % 97 + (t + i) % 2 * 0x8000);  // of size 0.5 to 1.5
+      k[t][i] = uint16_t(0x3f00 + (t * 7 + i * 5) % 97 + (t + i) % 2 * 0x8000);  // bfloat16 of size 0.5 to 1.5
       v[t][i] = uint16_t(0x3f00 + (t * 3 + i * 11) % 89 + (t + i / 2) % 2 * 0x8000);
     }
   }
@@ -72,13 +74,13 @@ bool agrees_with_avx512(const AttendTable& table) {
   const QueryRows rows = {kRows, kDim, q[0], nullptr, nullptr, nullptr, 0};
   const AttendTable* const tables[2] = {&kAttendAvx512, &table};
   for (int i = 0; i < 2; i++) {
-    Ahead nothing = {};
-    nothing.k_base = reinterpret_cast<const uint8_t*>(k);
+    NextTileLines nothing = {};
+    nothing.k.base = reinterpret_cast<const uint8_t*>(k);
     Tile tile = {};
     tile.count = kTile - 3;
     tile.k = {reinterpret_cast<const uint8_t*>(k), offset};
     tile.v = {reinterpret_cast<const uint8_t*>(v), offset};
-    tile.ahead = &nothing;
+    tile.next_lines = &nothing;
     const State state = {states[i][0], kStride};
     for (int again = 0; again < 2; again++) tables[i]->attend_wide(&layer, kBFloat16, &tile, &rows, &state);
   }
@@ -99,8 +101,9 @@ const char* computed_otherwise(const AttendTable& table) {
 }
 #endif
 
-/// What this machine lacks for a level, in words, or null. The compiler's runtime executes CPUID, and XGETBV for the registers
-/// that the operating system saves: a CPU with AVX-512 under a system that does not save its registers counts as one without.
+/// What this machine lacks for a level, in words, or null. The compiler's runtime executes CPUID, and also XGETBV, which tells
+/// what registers the operating system saves. So a CPU with AVX-512 counts as one without where the system does not save its
+/// registers.
 const char* missing(int table) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -190,7 +193,8 @@ extern "C" int oscar_codec_constants(int64_t* out, int capacity) {
 }
 
 extern "C" int oscar_cpu_struct_sizes(int64_t* out, int capacity) {
-  const int64_t values[] = {sizeof(OscarSide), sizeof(OscarLayer), sizeof(OscarPlan), sizeof(OscarAttend), sizeof(OscarStore)};
+  const int64_t values[] = {sizeof(OscarSide), sizeof(OscarLayer),  sizeof(OscarPlan),
+                            sizeof(OscarRows), sizeof(OscarAttend), sizeof(OscarStore)};
   constexpr int count = sizeof(values) / sizeof(values[0]);
   for (int i = 0; i < count && i < capacity; i++) out[i] = values[i];
   return count;

@@ -1,4 +1,4 @@
-// Store: splits tokens, heads and sides over threads.
+// Store: new tokens, KV heads and sides are divided among threads.
 
 #include <stdint.h>
 
@@ -6,33 +6,32 @@
 
 namespace {
 
-// Tokens of one head and side in a task: long enough that a transform matrix (64 or 128 KiB) is read for many tokens.
+// Tokens of a task, which is for one head and one side: enough that reading the transform matrix (64 or 128 KiB) serves many
+// tokens.
 constexpr int64_t kTokens = 32;
 
-// Multiplications; below, waking a thread costs more than it takes over.
+// Multiplications. With fewer, waking a thread costs more than it saves.
 constexpr int64_t kSmallWork = 1 << 19;
 
-int element_size(int dtype) { return dtype == kFloat32 ? 4 : 2; }
+int64_t element_size(int dtype) { return dtype == kFloat32 ? 4 : 2; }
 
-StoreRows rows_of(const OscarLayer& layer, const OscarStore& args, bool is_k, int head) {
-  const OscarSide& side = is_k ? layer.k : layer.v;
-  const int dtype = is_k ? args.k_dtype : args.v_dtype, element = element_size(dtype);
-  const int64_t out_element = element_size(layer.window_dtype), out_head = side.head_dim * out_element;
+/// One side's vectors x of one KV head, and where they go. out: the side's k_out or v_out.
+StoreRows rows_of(const OscarLayer& layer, const OscarSide& side, const OscarRows& x, void* out, const OscarStore& args,
+                  int head) {
+  const int64_t element = element_size(x.dtype), out_head = side.head_dim * element_size(layer.window_dtype);
   StoreRows rows = {};
-  const int64_t head_stride = is_k ? args.k_head_stride : args.v_head_stride;
-  rows.x = static_cast<const uint8_t*>(is_k ? args.k : args.v) + head * head_stride * element;
-  rows.dtype = dtype;
+  rows.x = static_cast<const uint8_t*>(x.data) + head * x.head_stride * element;
+  rows.dtype = x.dtype;
   rows.window_dtype = layer.window_dtype;
-  rows.token_stride = (is_k ? args.k_token_stride : args.v_token_stride) * element;
+  rows.token_stride = x.token_stride * element;
   rows.loc = args.loc;
   rows.window_rows = args.window_rows;
   rows.no_row = args.no_row;
-  rows.buffer = is_k ? layer.k_buffer + head * layer.k_head_stride : layer.v_buffer + head * layer.v_head_stride;
-  rows.slot_stride = is_k ? layer.k_slot_stride : layer.v_slot_stride;
-  rows.window = static_cast<uint8_t*>(is_k ? layer.k_window : layer.v_window) +
-                head * (is_k ? layer.k_window_head_stride : layer.v_window_head_stride);
-  rows.window_row_stride = is_k ? layer.k_window_row_stride : layer.v_window_row_stride;
-  rows.out = static_cast<uint8_t*>(is_k ? args.k_out : args.v_out) + head * out_head;
+  rows.buffer = side.buffer + head * side.head_stride;
+  rows.slot_stride = side.slot_stride;
+  rows.window = side.window + head * side.window_head_stride;
+  rows.window_row_stride = side.window_row_stride;
+  rows.out = static_cast<uint8_t*>(out) + head * out_head;
   rows.out_stride = out_head * layer.num_kv_heads;
   return rows;
 }
@@ -49,13 +48,14 @@ extern "C" int oscar_cpu_store(const OscarLayer* layer, const OscarStore* args, 
   const int threads = work < kSmallWork || args->num_threads < 1 ? 1 : args->num_threads;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
   for (int64_t unit = 0; unit < units; unit++) {
-    // Blocks innermost, so that neighbouring tasks share a matrix.
+    // Tokens innermost, so that consecutive tasks use the same transform matrix.
     const int64_t first = unit % blocks * kTokens, rest = unit / blocks;
     const bool is_k = rest % 2 == 0;
     const int head = int(rest / 2);
-    const StoreRows rows = rows_of(*layer, *args, is_k, head);
+    const OscarSide& side = is_k ? layer->k : layer->v;
+    const StoreRows rows = rows_of(*layer, side, is_k ? args->k : args->v, is_k ? args->k_out : args->v_out, *args, head);
     const int64_t left = args->num_tokens - first;
-    table->store->store(is_k ? &layer->k : &layer->v, head, &rows, first, left < kTokens ? left : kTokens);
+    table->store->store(&side, head, &rows, first, left < kTokens ? left : kTokens);
   }
   return kOk;
 }

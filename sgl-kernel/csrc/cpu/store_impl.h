@@ -1,15 +1,16 @@
-// Transform, clip, encode and write rows, byte for byte as `oscar/format/codec.py` says. Included inside an anonymous namespace by
-// each ISA file, which must be compiled with -ffp-contract=off: the format's operations are separate float32 operations.
+// Transform, clip, encode and write vectors of new tokens, byte for byte as `oscar/format/codec.py` says. Included inside an
+// anonymous namespace by each store_<level>.cpp, which must be compiled with -ffp-contract=off: the format's operations are
+// separate float32 operations.
 
 typedef double D __attribute__((vector_size(4 * W)));
 typedef double DUnaligned __attribute__((vector_size(4 * W), aligned(8), may_alias));
-typedef float FHalf __attribute__((vector_size(2 * W)));
 typedef float FHalfUnaligned __attribute__((vector_size(2 * W), aligned(4), may_alias));
 constexpr int kDoubles = W / 2;
 
-constexpr int kTokenBlock = 4;
+constexpr int kTokenBlock = 4;  // tokens handled at once
 
-/// a * b + c; sums of at least float64 precision are what makes the rounded result independent of who computed it.
+/// a * b + c in at least float64 precision. That is what makes the float32 result the same, whichever implementation computes
+/// it.
 inline D multiply_add(D a, D b, D c) {
 #if defined(__AVX512F__)
   return (D)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
@@ -21,11 +22,10 @@ inline D multiply_add(D a, D b, D c) {
 }
 
 inline D load_doubles(const double* p) { return *reinterpret_cast<const DUnaligned*>(p); }
-inline D load_doubles(const float* p) {
-  return __builtin_convertvector((FHalf) * reinterpret_cast<const FHalfUnaligned*>(p), D);
-}
+inline D load_doubles(const float* p) { return __builtin_convertvector(*reinterpret_cast<const FHalfUnaligned*>(p), D); }
 
-/// y[n] = x[n] @ matrix for N tokens. Every output sums its products in the order of the input channels, whatever N is.
+/// y[n] = x[n] @ matrix for N tokens. Each output sums its products in the order of the input channels, whatever N is, so that
+/// the bytes of a token do not depend on its batch.
 template <int N, class T>
 inline void transform_rows(const double (*x)[kMaxDim], int dim, const T* matrix, double (*y)[kMaxDim]) {
   constexpr int kCols = 4;
@@ -74,19 +74,19 @@ inline float bits_float(uint32_t bits) {
   return x;
 }
 
-/// To nearest even.
+/// Rounds to nearest, ties to even.
 inline uint16_t float_to_bf16(float x) {
   uint32_t bits = float_bits(x);
   return x == x ? uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : uint16_t(0x7fc0);
 }
 
-/// To nearest even; |x| at most 65504.
+/// Rounds to nearest, ties to even. |x| must be at most 65504.
 inline uint16_t float_to_half(float x) {
 #if defined(__F16C__)
   return uint16_t(_cvtss_sh(x, 0));
 #else
   const uint32_t bits = float_bits(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
-  if (size < 0x38800000) {  // below 2^-14: a multiple of 2^-24. Adding 0.5 leaves it, rounded, in the low bits.
+  if (size < 0x38800000) {  // below 2^-14 the result is a multiple of 2^-24: adding 0.5 leaves it, rounded, in the low bits
     return uint16_t(sign | (float_bits(bits_float(size) + 0.5f) - float_bits(0.5f)));
   }
   const uint32_t rounded = size + 0xfff + (size >> 13 & 1);
@@ -94,10 +94,9 @@ inline uint16_t float_to_half(float x) {
 #endif
 }
 
-inline uint16_t float_to_meta(float x, int dtype) { return dtype == kBFloat16 ? float_to_bf16(x) : float_to_half(x); }
-
-/// Clip a row at the index-th smallest |x|, found bit by bit: the threshold is the largest value that at most `index` numbers
-/// are below. Sizes of floats order as their bits do.
+/// Clip a row at its index-th smallest |x|. That is the largest threshold with at most `index` numbers below it, found bit by
+/// bit, since non-negative floats are ordered as their bits are. sixteen_bits: the numbers are bfloat16, whose lower bits are
+/// zero.
 inline void clip_row(float* x, int dim, int index, bool sixteen_bits) {
   if (index >= dim - 1) return;
   alignas(64) int32_t size[kMaxDim];
@@ -139,47 +138,47 @@ inline void range_of(const float* x, int n, float* low, float* high) {
   *high = h;
 }
 
-/// NaN counts as 0 and +-inf as the largest finite number of the metadata. Returns whether there were any.
-inline bool replace_special(float* x, int dim, float limit) {
+constexpr float kLargestHalf = 65504.0f, kSmallestHalf = 6.103515625e-5f;  // normal float16 numbers: the latter is 2^-14
+
+/// Replace NaN by 0 and +-inf by +-kLargestHalf. Returns whether there were any.
+inline bool replace_special(float* x, int dim) {
   int special = 0;
   for (int c = 0; c < dim; c++) special |= (float_bits(x[c]) & 0x7f800000) == 0x7f800000;
   if (special) {
     for (int c = 0; c < dim; c++) {
-      x[c] = x[c] == x[c] ? (x[c] > 3.4028235e38f ? limit : x[c] < -3.4028235e38f ? -limit : x[c]) : 0.0f;
+      x[c] = x[c] == x[c] ? (x[c] > 3.4028235e38f ? kLargestHalf : x[c] < -3.4028235e38f ? -kLargestHalf : x[c]) : 0.0f;
     }
   }
   return special;
 }
 
-/// What one group of a row can decode to, and the bounds between.
+/// The four numbers that a group's codes stand for, and the three bounds between them.
 struct Grid {
   float level[kNumLevels], bound[kNumLevels - 1];
 };
 
-/// Grid of a clipped group; its (centre, step) pair goes to `meta`.
-inline void make_grid(const float* x, int n, const float* level, int meta_dtype, float limit, float tiny, uint8_t* meta,
-                      Grid* grid) {
+/// Make the grid of a group of n clipped numbers, and write its (centre, step) pair to `meta`.
+inline void make_grid(const float* x, int n, uint8_t* meta, Grid* grid) {
   float low, high;
   range_of(x, n, &low, &high);
   float centre = (high + low) * 0.5f;
-  centre = centre > limit ? limit : centre < -limit ? -limit : centre;
+  centre = centre > kLargestHalf ? kLargestHalf : centre < -kLargestHalf ? -kLargestHalf : centre;
   float step = (high - low) * bits_float(kOneThirdBits);
-  step = step > limit ? limit : step;
-  if (step < tiny) step = step < 0.5f * tiny ? 0.0f : tiny;
-  const uint16_t centre16 = float_to_meta(centre, meta_dtype), step16 = float_to_meta(step, meta_dtype);
+  step = step > kLargestHalf ? kLargestHalf : step;
+  if (step < kSmallestHalf) step = step < 0.5f * kSmallestHalf ? 0.0f : kSmallestHalf;
+  const uint16_t centre16 = float_to_half(centre), step16 = float_to_half(step);
   __builtin_memcpy(meta, &centre16, 2);
   __builtin_memcpy(meta + 2, &step16, 2);
-  centre = meta_to_float(centre16, meta_dtype);
-  step = meta_to_float(step16, meta_dtype);
-  for (int i = 0; i < kNumLevels; i++) grid->level[i] = centre + level[i] * step;
-  for (int i = 0; i < kNumLevels - 1; i++) grid->bound[i] = centre + (level[i + 1] + level[i]) * 0.5f * step;
+  centre = half_to_float(centre16);
+  step = half_to_float(step16);
+  for (int i = 0; i < kNumLevels; i++) grid->level[i] = centre + (i - kMidCode) * step;
+  for (int i = 0; i < kNumLevels - 1; i++) grid->bound[i] = centre + (i + 0.5f - kMidCode) * step;
 }
 
-inline int code_of(float x, const Grid& grid) { return (x > grid.bound[0]) + (x > grid.bound[1]) + (x > grid.bound[2]); }
-
-/// Codes of N rows (not clipped) whose rounding errors are passed on from channel to channel. A channel waits for the one
-/// before, so rows go side by side, and what a channel needs first is kept out of memory. Channels of one vector pass their
-/// errors on among themselves at once and to later vectors together, in the same order of additions.
+/// Codes of N rows (not clipped) whose rounding errors are passed on from channel to channel. Each channel must wait for the
+/// one before it. So N rows are handled side by side, and what the next channel has been passed is kept in registers (`next`).
+/// The W channels of one vector pass their errors to each other one at a time, and to later vectors all together; the order of
+/// additions is the same.
 template <int N>
 inline void shaped_codes(const float (*x)[kMaxDim], const Grid (*grid)[kMaxDim / kCodesPerByte], int dim, int group_size,
                          const float* shaping, uint8_t (*code)[kMaxDim]) {
@@ -216,24 +215,20 @@ inline void shaped_codes(const float (*x)[kMaxDim], const Grid (*grid)[kMaxDim /
   }
 }
 
-/// `n` rows, at most kTokenBlock, float32 in, row_bytes out to packed[i]; x is clipped in place.
-inline void encode_rows(const OscarSide& side, int head, float (*x)[kMaxDim], int n, bool sixteen_bits, uint8_t* const* packed) {
-  static const float kUniform[kNumLevels] = {-1.5f, -0.5f, 0.5f, 1.5f};
+/// Encode n rows, at most kTokenBlock, of float32 numbers x to packed[i]. x is clipped in place. sixteen_bits: as in clip_row.
+inline void encode_rows(const OscarSide& side, int head, float (*x)[kMaxDim], int n, bool sixteen_bits,
+                        uint8_t* const* packed) {
   const int dim = side.head_dim, quarter = dim / kCodesPerByte, size = side.group_size;
-  const bool wide_range = side.meta_dtype == kBFloat16;
-  const float limit = wide_range ? bits_float(0x7f7f0000) : 65504.0f;
-  const float tiny = bits_float(wide_range ? 0x00800000 : 0x38800000);
   const double rank = double(side.clip_ratio[head]) * dim;
-  const float* level = side.levels ? side.levels + head * kNumLevels : kUniform;
   alignas(64) uint8_t code[kTokenBlock][kMaxDim];
   alignas(64) float whole[kTokenBlock][kMaxDim];
   Grid grid[kTokenBlock][kMaxDim / kCodesPerByte];
   for (int i = 0; i < n; i++) {
-    const bool special = replace_special(x[i], dim, limit);
+    const bool special = replace_special(x[i], dim);
     if (side.shaping) __builtin_memcpy(whole[i], x[i], size_t(dim) * 4);
     clip_row(x[i], dim, rank < dim - 1 ? int(rank) : dim - 1, sixteen_bits && !special);
     for (int g = 0; g < dim / size; g++) {
-      make_grid(x[i] + g * size, size, level, side.meta_dtype, limit, tiny, packed[i] + quarter + g * kMetaBytes, &grid[i][g]);
+      make_grid(x[i] + g * size, size, packed[i] + quarter + g * kMetaBytes, &grid[i][g]);
     }
   }
   if (side.shaping) {
@@ -259,6 +254,7 @@ inline void encode_rows(const OscarSide& side, int head, float (*x)[kMaxDim], in
   }
 }
 
+/// StoreTable::store.
 void store_rows(const OscarSide* side, int head, const StoreRows* rows, int64_t first, int64_t count) {
   const int dim = side->head_dim, element = rows->window_dtype == kBFloat16 ? 2 : 4;
   alignas(64) double x[kTokenBlock][kMaxDim], y[kTokenBlock][kMaxDim];

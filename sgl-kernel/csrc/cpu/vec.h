@@ -1,5 +1,5 @@
-// Vectors of W floats in the compiler's vector extensions: one source for every ISA, the width chosen by the file's flags.
-// Included inside an anonymous namespace of each ISA file, so that no two ISAs share a function.
+// Vectors of W floats in the compiler's vector extensions: one source for every level, whose width follows from the file's
+// flags. Included inside an anonymous namespace of each level's file, so that no two levels share a function.
 
 #if defined(__AVX512F__)
 constexpr int W = 16;
@@ -48,7 +48,8 @@ inline float largest(F x) {
 #endif
 }
 
-/// Sums of four vectors, written to out[0], out[stride], ...: shuffles shared by the four are a third of four reductions.
+/// Write the sum of each of four vectors to out[0], out[stride], ... Since the four share their shuffles, this takes a third of
+/// the time of four reductions.
 inline void sum4(F a, F b, F c, F d, float* out, int stride) {
 #if defined(__AVX512F__)
   __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
@@ -67,7 +68,7 @@ inline void sum4(F a, F b, F c, F d, float* out, int stride) {
   for (int i = 0; i < 4; i++) out[i * stride] = four[i];
 }
 
-/// 2^x to about 2 units in the last place; 0 below -126.
+/// 2^x to about 2 units in the last place; 0 below -126, NaN for NaN.
 inline F exp2v(F x) {
   const F magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   F shifted = x + magic;
@@ -81,11 +82,11 @@ inline F exp2v(F x) {
   y = y * r + set1(6.9314718e-1f);
   y = y * r + set1(1.0f);
   I bits = (I)y + (((I)shifted - (I)magic) << 23);
-  // A NaN fails the comparison and must stay a NaN.
+  // The integer arithmetic above would turn NaN into a number.
   return x < set1(-126.0f) ? F{} : (x == x ? (F)bits : x);
 }
 
-/// tanh by exp2; absolute error about 1e-7, which a cap multiplies.
+/// tanh from exp2. Absolute error about 1e-7; a logit cap multiplies it.
 inline F tanhv(F x) {
   F bounded = x > set1(15.0f) ? set1(15.0f) : (x < set1(-15.0f) ? set1(-15.0f) : x);
   return set1(1.0f) - set1(2.0f) / (exp2v(bounded * set1(2 * kLog2e)) + set1(1.0f));
@@ -115,8 +116,6 @@ inline float half_to_float(uint16_t x) {
   return y;
 #endif
 }
-
-inline float meta_to_float(uint16_t x, int dtype) { return dtype == kBFloat16 ? bf16_to_float(x) : half_to_float(x); }
 
 inline uint16_t load_u16(const uint8_t* p) {
   uint16_t x;

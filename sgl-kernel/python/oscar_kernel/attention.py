@@ -133,10 +133,6 @@ class BatchExtend(ABC):
             [num_rows, num_qo_heads, v_head_dim].
         """
 
-    @abstractmethod
-    def sink_rows(self) -> Tensor:
-        """[bs, sink_tokens] int64, window rows in which the planned prefixes have their sinks; `maps.no_row` for none."""
-
 
 class Layers:
     """The layers of a model and the implementation that runs them, decided once.
@@ -186,17 +182,32 @@ class Layers:
         """`reference.store_kv` of one layer: for writes that are no step of their own."""
         return self.by_id[layer_id].store(k, v, loc.long().contiguous(), window_rows.long().contiguous())
 
-    def batch_decode(self, max_bs: int | None = None) -> BatchDecode:
-        """A wrapper for decode steps.
+    def reserve(self, max_bs: int, maps: WindowMaps) -> None:
+        """Triton: make the scratch that wrappers of graphs share, for batches of up to this many rows."""
+        if self._state is not None:
+            self._state.reserve(max_bs, maps)
 
-        max_bs: Triton: keep the same buffers for every plan, of exactly this many rows, so that a CUDA graph can hold both
-        `plan` and `run`; None: buffers are made for each plan.
-        """
+    def batch_decode(self) -> BatchDecode:
+        """A wrapper for decode steps of any size; its buffers are made for each plan."""
         if self.impl == "triton":
             from oscar_kernel.triton.attention import TritonDecode
 
-            return TritonDecode(self._state, max_bs)
+            return TritonDecode(self._state)
         return HostDecode(self.by_id)
+
+    def graph_decode(self, bs: int, maps: WindowMaps) -> BatchDecode:
+        """A wrapper for decode steps of exactly `bs` rows, with its buffers: a CUDA graph can hold `plan` and `run`.
+
+        maps: the ones that plans will be given.
+
+        Raises:
+            RuntimeError: the implementation plans on the host.
+        """
+        if self.impl != "triton":
+            raise RuntimeError(f"oscar_kernel: impl={self.impl!r} plans on the host, which no CUDA graph can hold")
+        from oscar_kernel.triton.attention import TritonDecode
+
+        return TritonDecode(self._state, bs, maps)
 
     def batch_extend(self) -> BatchExtend:
         """A wrapper for extend steps."""
@@ -279,9 +290,6 @@ class HostExtend(BatchExtend):
         out = out.to(q.dtype if out_dtype is None else out_dtype)
         padding = q.shape[0] - num_tokens
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
-
-    def sink_rows(self) -> Tensor:
-        return self.read.window_rows[:, : self.read.sink_tokens]
 
 
 def choose(layers: Mapping[int, tuple[LayerCache, LayerCodec]], impl: str = "auto", isa: str | None = None) -> str:

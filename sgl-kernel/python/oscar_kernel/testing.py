@@ -15,8 +15,9 @@ from torch import Tensor
 from oscar.format.codec import LosslessFormat, RowFormat
 from oscar.format.side import LayerTransforms, Side
 from oscar.format.windows import WindowMaps, in_windows
+from oscar_kernel import host_memory
 from oscar_kernel.attention import Layers
-from oscar_kernel.layer import LayerCache, LayerCodec
+from oscar_kernel.layer import LayerCache, LayerCodec, SideCache, SideCodec
 from oscar_kernel.read_plan import ReadPlan, plan_read
 
 
@@ -63,6 +64,35 @@ def random_codec(
     dims = head_dim, v_head_dim or head_dim
     layer = LayerTransforms(side(dims[0], clip[0], mean), side(dims[1], clip[1], False))
     return LayerCodec.of(layer, *map(row_format, dims), fold_v=fold)
+
+
+def random_cache(codec: LayerCodec, num_slots: int, num_rows: int, *, seed: int = 0) -> LayerCache:
+    """Storage full of random rows, in memory as a server's pool has it. Nothing is encoded, so it may be as large as a pool.
+
+    Packed rows get codes of any value, centres around 0 and steps of 0.6 to 1; wide rows and window rows are N(0, 1).
+
+    Args:
+        codec: of the layer.
+        num_slots, num_rows: as in `LayerCache.zeros`.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def in_pool(x: Tensor) -> Tensor:
+        return host_memory.zeros(tuple(x.shape), x.dtype).copy_(x)
+
+    def make(side: SideCodec) -> SideCache:
+        fmt, heads = side.fmt, side.clip.shape[0]
+        window = torch.randn(num_rows + 1, heads, fmt.head_dim, generator=g).to(side.window_dtype)
+        if isinstance(fmt, LosslessFormat):
+            wide = torch.randn(num_slots, heads, fmt.head_dim, generator=g).to(side.window_dtype)
+            return SideCache(in_pool(wide.view(torch.uint8)), in_pool(window))
+        rows = torch.randint(0, 256, (num_slots, heads, fmt.row_bytes), dtype=torch.uint8, generator=g)
+        centre = torch.randn(num_slots, heads, fmt.num_groups, generator=g) * 0.1
+        step = 0.6 + 0.4 * torch.rand(num_slots, heads, fmt.num_groups, generator=g)
+        rows[..., fmt.code_bytes :] = torch.stack((centre, step), -1).half().flatten(-2).view(torch.uint8)
+        return SideCache(in_pool(rows), in_pool(window))
+
+    return LayerCache(make(codec.k), make(codec.v))
 
 
 @dataclass

@@ -27,9 +27,10 @@ from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 from oscar.calibration.clip_search import ClipSearch
 from oscar.calibration.heldout import LayerErrorSums
 from oscar.calibration.run_transformers import LayerCapture, output_weight
+from oscar.errors import OscarError
 from oscar.format.artifact import load
 from oscar.format.side import kv_heads_of_rank
-from oscar.methods.statistics import MomentSums, NonFiniteError, SurrogateSums, output_moment
+from oscar.methods.statistics import MomentSums, SurrogateSums, output_moment
 
 HOOKS = [
     {
@@ -92,7 +93,7 @@ class Capture:
                 sums.add(k, v)
             elif sums is not None:
                 sums.add(self.whole_sequence(module, q, k, v, output))
-        except NonFiniteError as error:
+        except OscarError as error:
             (self.folder / "error").write_text(str(error))
         self.counts[i] = self.counts.get(i, 0) + n
 

@@ -1,99 +1,27 @@
-"""What must happen while `import sglang` runs, in every process: our flags, resolution hooks, and the choice of platform.
+"""The two entry points through which SGLang loads us.
 
-This is the entry point of the group `sglang.srt.platforms`. SGLang calls it before `ServerArgs` is assembled, which is the
-one moment at which a field can still be added; the command line, YAML, `Engine(...)`, pickling to workers and
-`/server_info` all follow from the field. Nothing heavy may be imported here: the work is in `resolve.py`.
+`activate` belongs to the group `sglang.srt.platforms`. SGLang calls it in every process while `import sglang` runs, before
+`ServerArgs` is assembled, which is the one moment at which a field can still be added; the command line, YAML,
+`Engine(...)`, pickling to workers and `/server_info` all follow from the field. It adds our flags, wraps steps of argument
+resolution and chooses the platform.
+
+`register` belongs to the group `sglang.srt.plugins`. SGLang calls it once in every process, later. It registers the attention
+backend and the hooks.
+
+Nothing heavy may be imported here: each function imports its work when it is called.
 """
 
+from __future__ import annotations
+
+import functools
 import logging
-import os
 import sys
 
+from sglang.srt.oscar.flags import FLAGS
+
 from oscar import SGLANG_VERSION
-from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
 
 CPU_PLATFORM = "sglang.srt.oscar.cpu.platform.OscarCpuPlatform"
-
-# (field, type, default, choices, help). None means "not given", so that a flag without --kv-quant oscar can be refused.
-FLAGS = (
-    (
-        "kv_quant",
-        str,
-        "none",
-        ("none", "oscar"),
-        "How the KV cache is stored. 'none' (default) leaves SGLang as it is; 'oscar' keeps it in 2 bits an element "
-        "(2.25 with metadata at head_dim 128), about 7 times the tokens in the same memory.",
-    ),
-    (
-        "oscar_artifact",
-        str,
-        None,
-        None,
-        "Path of a calibration artifact (.safetensors) from `oscar calibrate`. Default: the one beside the model's "
-        "weights, else the one in the cache folder, else calibrate before the port opens.",
-    ),
-    (
-        "oscar_sink_tokens",
-        int,
-        None,
-        None,
-        f"Number of first tokens of every sequence that are also kept in 16 bits (default {DEFAULT_SINK_TOKENS}).",
-    ),
-    (
-        "oscar_recent_tokens",
-        int,
-        None,
-        None,
-        f"Number of newest tokens of every sequence that are also kept in 16 bits (default {DEFAULT_RECENT_TOKENS}).",
-    ),
-    (
-        "oscar_calibrate",
-        str,
-        None,
-        ("auto", "never"),
-        "What to do when no artifact is found: 'auto' (default) calibrates before the port opens and caches the "
-        "result, 'never' stops and prints the command to run.",
-    ),
-    (
-        "oscar_calibrate_text",
-        str,
-        None,
-        None,
-        "Path of a UTF-8 text file to calibrate on. Default: text that the model writes itself.",
-    ),
-    (
-        "oscar_allow_native_layers",
-        bool,
-        False,
-        None,
-        "Accept an artifact without transforms of some layers (`oscar calibrate --skip-layers`); those layers stay in 16 bits, "
-        "and the capacity counts them so.",
-    ),
-    (
-        "oscar_codec",
-        str,
-        None,
-        ("int2", "lossless"),
-        "For debugging: 'lossless' stores 16-bit values through the same transforms, windows and pages, to tell path "
-        "faults from quantization loss. It saves no memory. Default 'int2'.",
-    ),
-    (
-        "oscar_kernels",
-        str,
-        None,
-        ("auto", "cpu", "triton", "reference"),
-        "For debugging: 'reference' runs plain PyTorch, slowly; 'auto' (default) Triton on a GPU and the C++ library on a CPU; "
-        "'triton' and 'cpu' insist on theirs.",
-    ),
-    (
-        "oscar_debug_checks",
-        bool,
-        False,
-        None,
-        "For debugging: re-encode every 16-bit row that is read and stop on a mismatch with its 2-bit row. Slow.",
-    ),
-)
-FLAG_NAMES = tuple(name for name, *_ in FLAGS)
 
 
 def activate() -> str | None:
@@ -113,11 +41,11 @@ def activate() -> str | None:
             raise SystemExit(reason) from None
         logging.getLogger(__name__).warning("%s", reason)
         return None
-    if not _cpu_is_meant():
-        return None
-    from sglang.srt.oscar.cpu import start as cpu_start
+    from sglang.srt.oscar.cpu import start
 
-    cpu_start.prepare()
+    if not start.is_meant():
+        return None
+    start.prepare()
     return CPU_PLATFORM
 
 
@@ -151,43 +79,46 @@ def with_flags(base: type) -> type:
     from sglang.srt.arg_groups.arg_utils import A, Arg
 
     fields = []
-    for name, kind, default, choices, text in FLAGS:
-        annotation = kind if default is not None else kind | None
-        argument = Arg(help=text, choices=list(choices) if choices else None, resolvable=True)
-        fields.append((name, A[annotation, argument], default))
+    for flag in FLAGS:
+        annotation = flag.type if flag.default is not None else flag.type | None
+        argument = Arg(help=flag.help, choices=list(flag.choices) or None, resolvable=True)
+        fields.append((flag.name, A[annotation, argument], flag.default))
     return msgspec.defstruct(base.__name__, fields, bases=(base,), namespace={"_NS_PATH": base._NS_PATH, "_OSCAR": True})
 
 
-# The steps of SGLang's argument resolution that we wrap, in the order in which it runs them. Each wrapper imports its work
-# when it is called: at registration `sglang.srt.arg_groups.overrides` cannot be imported yet.
+# The steps of SGLang's argument resolution that we wrap. They run once a server, in the process that was started, before any
+# worker exists and before the port opens. Each wrapper imports its work when it is called: at registration
+# `sglang.srt.arg_groups.overrides` cannot be imported yet.
 
 
 def _before_model(server_args, previous) -> None:
-    from sglang.srt.oscar import resolve
+    from sglang.srt.oscar.check_flags import check_flags
 
-    resolve.check_options(server_args)
+    check_flags(server_args)
     previous(server_args)
 
 
 def _model_known(server_args, previous) -> None:
-    from sglang.srt.oscar import resolve
+    from sglang.srt.oscar.check_model import check_model
 
     previous(server_args)
-    resolve.check_model(server_args)
+    check_model(server_args)
 
 
 def _cpu_backends(server_args, previous) -> None:
-    from sglang.srt.oscar import resolve
+    from sglang.srt.oscar.cpu import platform
 
     previous(server_args)
-    resolve.declare_cpu_backend(server_args)
+    platform.declare_backend(server_args)
 
 
 def _attention_backend(server_args, previous) -> None:
-    from sglang.srt.oscar import resolve
+    from sglang.srt.oscar.cpu import platform, threads
+    from sglang.srt.oscar.declare import declare_settings
 
-    resolve.bind_cpu_threads(server_args)
-    resolve.declare_settings(server_args)
+    if platform.is_current():
+        threads.bind_threads(server_args)
+    declare_settings(server_args)
     previous(server_args)
 
 
@@ -199,31 +130,44 @@ RESOLUTION_STEPS = {
     "handle_cpu_backends": _cpu_backends,
     "handle_attention_backend_compatibility": _attention_backend,
 }
+"""In the order in which SGLang runs them."""
 
 
-def _cpu_is_meant() -> bool:
-    """Whether this process should run on our CPU platform: nothing else is there, or the command line says `--device cpu`.
+def register() -> None:
+    """Register the backend and the hooks; called once in every SGLang process.
 
-    `SGLANG_USE_CPU_ENGINE=1` asks for SGLang's own CPU platform, which needs its AMX build of sgl_kernel: left alone.
+    SGLang logs and swallows what is raised here, so nothing is checked here: argument resolution checks before the port
+    opens, and the backend's constructor refuses a pool that is not ours.
     """
-    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or os.environ.get("SGLANG_USE_MLX", "0") == "1":
-        return False
-    if device_argument(sys.argv) == "cpu":
-        # SGLang asks torch, not the flag, what the machine has; hidden cards make both agree, here and in the workers.
-        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-            os.environ[name] = ""
-        return True
-    import torch
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.managers import io_struct
+    from sglang.srt.oscar import hooks
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    return not torch.accelerator.is_available()
+    @register_attention_backend("oscar")
+    def make_backend(model_runner):
+        from sglang.srt.oscar.backend import OscarAttnBackend
 
+        return OscarAttnBackend(model_runner)
 
-def device_argument(argv: list[str]) -> str | None:
-    """The value of `--device` in a command line, as argparse would take it (the last one counts)."""
-    value = None
-    for index, argument in enumerate(argv):
-        if argument == "--device" and index + 1 < len(argv):
-            value = argv[index + 1]
-        elif argument.startswith("--device="):
-            value = argument.removeprefix("--device=")
-    return value.split(":")[0] if value else None
+    configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+    sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+    state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+    around, after = HookType.AROUND, HookType.AFTER
+    for target, hook, kind in (
+        (f"{configurator}._resolve_kv_pool_class", hooks.resolve_kv_pool_class, around),
+        (f"{configurator}._build_token_to_kv_pool_allocator", hooks.build_token_to_kv_pool_allocator, after),
+        (f"{configurator}._profile_available_bytes", hooks.profile_available_bytes, after),
+        (f"{configurator}.resolve_max_num_reqs", hooks.resolve_max_num_reqs, after),
+        (f"{sizes}._compute_cell_size", hooks.compute_cell_size, around),
+        (f"{state}.get_internal_state", hooks.get_internal_state, after),
+    ):
+        HookRegistry.register(target, hook, kind)
+    updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    for name, output in (
+        ("update_weights_from_disk", io_struct.UpdateWeightFromDiskReqOutput),
+        ("update_weights_from_distributed", io_struct.UpdateWeightsFromDistributedReqOutput),
+        ("update_weights_from_tensor", io_struct.UpdateWeightsFromTensorReqOutput),
+        ("update_weights_from_ipc", io_struct.UpdateWeightsFromIPCReqOutput),
+    ):
+        HookRegistry.register(f"{updater}.{name}", functools.partial(hooks.refuse_weight_update, output=output), around)

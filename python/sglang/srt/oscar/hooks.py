@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import logging
 
 from sglang.srt.oscar.pool import OscarTokenToKVPool, describe, pool_class
 from sglang.srt.oscar.runtime import get_runtime
 from sglang.srt.runtime_context import get_parallel, get_schedule
-
-logger = logging.getLogger(__name__)
 
 WINDOW_SHARE = 0.02
 """Part of the KV budget that the windows may take before fewer requests run at once: it costs 2 % of the tokens."""
@@ -77,15 +74,12 @@ def resolve_max_num_reqs(result, self, *args, **kwargs):
 
 
 def build_token_to_kv_pool_allocator(result, self, *args, **kwargs):
-    """AFTER KVCacheConfigurator._build_token_to_kv_pool_allocator: make the windows; clear slots where they are handed out."""
+    """AFTER KVCacheConfigurator._build_token_to_kv_pool_allocator: clear slots where they are handed out."""
     pool = kwargs["token_to_kv_pool"]
     if not isinstance(pool, OscarTokenToKVPool) or self.is_draft_worker:
         return result
-    pool.attach_windows(kwargs["req_to_token_pool"].req_to_token.shape[0])
     for name in ("alloc", "alloc_extend", "alloc_decode"):
-        setattr(result, name, _clearing(getattr(result, name), pool.windows.clear_slots))
-    if get_parallel().attn_tp_rank == 0:
-        logger.info("%s", start_line(self, pool))
+        setattr(result, name, _clearing(getattr(result, name), pool.clear_slots))
     return result
 
 
@@ -100,23 +94,6 @@ def _clearing(allocate, clear_slots):
         return slots
 
     return wrapper
-
-
-def start_line(kvc, pool: OscarTokenToKVPool) -> str:
-    """One sentence that explains the capacity."""
-    info, context = describe(pool), kvc.model_config.context_len
-    requests = pool.windows.first_sink_row // max(1, pool.windows.recent_tokens) - 1
-    requests = requests if pool.windows.recent_tokens else pool.windows.num_sink_rows
-    ratio = info["bytes_per_token_bf16"] / info["bytes_per_token"]
-    native = f", layers {', '.join(map(str, info['native_layers']))} in 16 bits" if info["native_layers"] else ""
-    return (
-        f"OSCAR KV cache ({info['mode']}, {info['bits_per_element']:.2f} bits an element{native}): {info['tokens']} tokens at "
-        f"{info['bytes_per_token']} bytes a token (BF16: {info['bytes_per_token_bf16']}, {ratio:.2f}x); pool "
-        f"{info['pool_bytes'] / 2**20:.1f} MiB, 16-bit windows {info['window_bytes'] / 2**20:.1f} MiB (first "
-        f"{info['sink_tokens']} and newest {info['recent_tokens']} tokens of up to {requests} running requests); longest "
-        f"request {min(context, info['tokens'])} tokens; {min(requests, info['tokens'] // context)} requests fit at the full "
-        f"context of {context}"
-    )
 
 
 def get_internal_state(result, self, *args, **kwargs):

@@ -10,7 +10,7 @@ class CacheMetrics:
 
     Args:
         pool: the 2-bit pool, windows attached.
-        figures: what `hooks.describe` returns.
+        figures: what `pool.describe` returns.
         model_name: label, as on SGLang's own metrics.
     """
 

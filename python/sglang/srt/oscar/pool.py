@@ -10,7 +10,7 @@ from sglang.srt.oscar.runtime import Runtime
 from sglang.srt.oscar.windows import Windows
 
 from oscar.format import sizing
-from oscar_kernel import LayerCache, LayerCodec, host_memory, store_kv
+from oscar_kernel import LayerCache, LayerCodec, Layers, SideCache, host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,7 @@ class OscarTokenToKVPool(MHATokenToKVPool):
                 f"head_dim={head_dim}, v_head_dim={v_head_dim}; run `oscar calibrate` for this model"
             )
         self.windows: Windows | None = None
-        self.impl = self.runtime.settings.kernels
-        self.codecs: dict[int, LayerCodec] = {}
+        self.layers: Layers | None = None
         super().__init__(
             size,
             page_size,
@@ -69,43 +68,45 @@ class OscarTokenToKVPool(MHATokenToKVPool):
         # SGLang's copy is a Triton kernel for speculation's slot moves; ours indexes, and needs no set-up.
         self._kv_copy_config = None
 
-    def attach_windows(self, num_requests: int) -> None:
-        """Make the windows. num_requests: rows of req_to_token, the reserved one included."""
-        settings, model = self.runtime.settings, self.runtime.artifact.model
+    def attach(self, codecs: dict[int, LayerCodec], num_qo_heads: int, num_requests: int, impl: str) -> Layers:
+        """Make what SGLang's constructor could not know: the windows, and the layers with their codecs.
+
+        Args:
+            codecs: layer_id -> codec, all layers. num_qo_heads: query heads on this rank.
+            num_requests: rows of req_to_token, the reserved one included. impl: see `oscar_kernel.Layers`.
+        Raises:
+            RuntimeError: the implementation cannot run here.
+        """
+        settings = self.runtime.settings
         self.windows = Windows(
             self.size + self.page_size, num_requests, settings.sink_tokens, settings.recent_tokens, self.device
         )
 
-        def rows(head_dim):
+        def side(buffer: torch.Tensor, head_dim: int) -> SideCache:
             shape = (self.windows.num_rows + 1, self.head_num, head_dim)
-            return self._zeros(shape, self.runtime.window_dtype)
+            return SideCache(buffer, self._zeros(shape, self.runtime.window_dtype))
 
-        self.k_window = [rows(model.head_dim) for _ in range(self.layer_num)]
-        self.v_window = [rows(model.v_head_dim) for _ in range(self.layer_num)]
-        self._layer_caches = [None] * self.layer_num
+        caches = {}
+        for layer_id, codec in codecs.items():
+            i = layer_id - self.start_layer
+            k, v = side(self.k_buffer[i], codec.k.fmt.head_dim), side(self.v_buffer[i], codec.v.fmt.head_dim)
+            caches[layer_id] = LayerCache(k, v)
+        self.layers = Layers({i: (caches[i], codec) for i, codec in codecs.items()}, num_qo_heads, impl)
+        return self.layers
+
+    def clear_slots(self, slots: torch.Tensor) -> None:
+        """Forget the window rows of slots that were just allocated. slots [n] integer."""
+        if self.windows is not None:  # before that nothing was ever written
+            self.windows.clear_slots(slots)
 
     def window_bytes(self) -> int:
         """Bytes of the 16-bit rows and of the map from rows to slots."""
-        return sum(t.nbytes for t in (*self.k_window, *self.v_window, self.windows.slot_of_row))
+        sides = (side for i in self.layers.by_id for side in vars(self.layers.cache(i)).values())
+        return sum(side.window.nbytes for side in sides) + self.windows.maps.slot_of_row.nbytes
 
     def pool_bytes(self) -> int:
         """Bytes of the 2-bit rows and of the map from slots to rows."""
-        return sum(t.nbytes for t in (*self.k_buffer, *self.v_buffer, self.windows.row_of_slot))
-
-    def layer_cache(self, layer_id: int) -> LayerCache:
-        """The layer's storage, one object for as long as SGLang keeps the same buffers: kernels keep pointers on it."""
-        i = layer_id - self.start_layer
-        made = self._layer_caches[i]
-        if made is None or made.k_buffer is not self.k_buffer[i]:
-            made = LayerCache(self.k_buffer[i], self.v_buffer[i], self.k_window[i], self.v_window[i])
-            self._layer_caches[i] = made
-        return made
-
-    def write(self, layer_id: int, k, v, loc, window_rows):
-        """`store_kv` into one layer of this pool; returns the transformed rows."""
-        if self.layer_transfer_counter is not None:
-            self.layer_transfer_counter.wait_until(layer_id - self.start_layer)
-        return store_kv(k, v, loc, window_rows, self.layer_cache(layer_id), self.codecs[layer_id], self.impl)
+        return sum(t.nbytes for t in (*self.k_buffer, *self.v_buffer, self.windows.maps.row_of_slot))
 
     def set_kv_buffer(
         self,
@@ -122,11 +123,8 @@ class OscarTokenToKVPool(MHATokenToKVPool):
         if k_scale is not None or v_scale is not None or dcp_kv_mask is not None:
             raise NotImplementedError("--kv-quant oscar: the 2-bit pool takes no KV scales and no context-parallel mask")
         loc = unwrap_write_loc(loc_info)[0].long()
-        rows = self.windows.row_of_slot[loc].long()
-        valid = (rows >= 0) & (self.windows.slot_of_row[rows.clamp(min=0)] == loc)
-        rows = torch.where(valid, rows, self.windows.no_row)
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
-        self.write(layer_id, cache_k, cache_v, loc, rows)
+        self.layers.store(layer_id, cache_k, cache_v, loc, self.windows.maps.rows_of(loc))
 
     def move_kv_cache(self, tgt_loc, src_loc):
         """Move slots; their window rows go along."""
@@ -156,8 +154,23 @@ def describe(pool: OscarTokenToKVPool) -> dict:
         "tokens": pool.size,
         "pool_bytes": pool.pool_bytes(),
         "window_bytes": pool.window_bytes(),
-        "sink_tokens": windows.sink_tokens,
-        "recent_tokens": windows.recent_tokens,
+        "sink_tokens": windows.maps.sink_tokens,
+        "recent_tokens": windows.maps.recent_tokens,
         "sink_rows_reused": windows.counters.sink_rows_reused,
         "sink_rows_lost": windows.counters.sink_rows_lost,
     }
+
+
+def start_line(pool: OscarTokenToKVPool, context: int) -> str:
+    """One sentence that explains the capacity. context: the model's length in tokens."""
+    info, requests = describe(pool), pool.windows.num_requests - 1
+    ratio = info["bytes_per_token_bf16"] / info["bytes_per_token"]
+    native = f", layers {', '.join(map(str, info['native_layers']))} in 16 bits" if info["native_layers"] else ""
+    return (
+        f"OSCAR KV cache ({info['mode']}, {info['bits_per_element']:.2f} bits an element{native}): {info['tokens']} tokens at "
+        f"{info['bytes_per_token']} bytes a token (BF16: {info['bytes_per_token_bf16']}, {ratio:.2f}x); pool "
+        f"{info['pool_bytes'] / 2**20:.1f} MiB, 16-bit windows {info['window_bytes'] / 2**20:.1f} MiB (first "
+        f"{info['sink_tokens']} and newest {info['recent_tokens']} tokens of up to {requests} running requests); longest "
+        f"request {min(context, info['tokens'])} tokens; {min(requests, info['tokens'] // context)} requests fit at the full "
+        f"context of {context}"
+    )

@@ -6,12 +6,11 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from sglang.srt.oscar.resolve import OscarSettings, settings_of
+from sglang.srt.oscar.flags import OscarSettings, settings_of
 
 from oscar.format import sizing
 from oscar.format.artifact import Artifact, load
 from oscar.format.codec import LosslessFormat
-from oscar.format.side import LayerTransforms
 from oscar.format.sizing import Format
 from oscar_kernel import LayerCodec
 
@@ -77,14 +76,11 @@ class Runtime:
             device: where the tensors go.
             fold_v: the value transform is already in W_V and W_O, so none is applied to values and outputs.
         """
-        layer = self.artifact.layers.get(layer_id)
+        layer, model = self.artifact.layers.get(layer_id), self.artifact.model
         if layer is None:  # nothing is done to a native layer's rows
-            model, ones = self.artifact.model, torch.ones(heads.stop - heads.start)
-            k, v = (torch.eye(dim).expand(len(ones), dim, dim) for dim in (model.head_dim, model.v_head_dim))
-            layer, fold_v = LayerTransforms(k, v, ones, ones), True
-        else:
-            layer = layer.of_heads(heads)
-        return LayerCodec.of(layer, *self.formats(layer_id), device, fold_v)
+            dtype = "float32" if self.lossless else "bfloat16"
+            return LayerCodec.native(heads.stop - heads.start, model.head_dim, model.v_head_dim, dtype, device)
+        return LayerCodec.of(layer.of_heads(heads), *self.formats(layer_id), device, fold_v)
 
 
 def get_runtime(server_args) -> Runtime | None:

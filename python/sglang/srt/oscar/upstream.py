@@ -1,21 +1,12 @@
-"""Every name of SGLang that we hook, subclass or call, with the parameters we rely on and why: one registry.
+"""Every name of SGLang that we hook, subclass, call or read, with the parameters we rely on and why: one registry.
 
-`check` compares it with what is installed. It runs in every start with --kv-quant oscar, before the port opens, so that a
-new SGLang ends with one line that names the difference and never serves a 16-bit cache without a word: SGLang itself
-logs and swallows a hook whose target is gone. To add an entry, append a `Symbol`; a test walks the whole list.
+`check_upstream.py` compares it with what is installed, in every start with --kv-quant oscar. To add an entry, append a
+`Symbol`; a test walks the whole list.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from dataclasses import dataclass
-
-from oscar import SGLANG_VERSION
-
-
-class UpstreamMismatch(RuntimeError):
-    """The installed SGLang is not the one that this build hooks. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +14,7 @@ class Symbol:
     """One upstream name.
 
     Args:
-        name: dotted path of a class, function, method, constant or field.
+        name: dotted path of a class, function, method, constant, or field of a class's instances.
         why: what we do with it.
         parameters: for a callable, the parameter names we rely on, in order, without `self`; None: presence is enough.
         exact: whether these must be all of its parameters (we wrap it) or the first ones and any keywords (we call it).
@@ -38,15 +29,19 @@ class Symbol:
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _INTERNAL_STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
 _WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_ALLOCATOR = "sglang.srt.mem_cache.allocator"
+_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 _BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
 
 SYMBOLS = [
-    # Flags, resolution, platform (early.py, resolve.py, platform.py)
+    # Flags (entry.py, flags.py)
     Symbol("sglang.srt.arg_groups.fields.memory.Memory", "our flags are fields of a subclass"),
     Symbol("sglang.srt.arg_groups.arg_utils.Arg", "declares a flag"),
+    Symbol("sglang.srt.arg_groups.arg_utils.A", "declares a flag"),
     Symbol("sglang.srt.arg_groups.choices.add_attention_backend_choices", "makes 'oscar' a backend name"),
     Symbol("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook", "wraps a resolution step", ("name",)),
+    # Argument resolution (entry.py, check_flags.py, check_model.py, find_artifact.py, declare.py)
     Symbol("sglang.srt.arg_groups.overrides.declare_resolution", "declares settings", ("server_args", "source", "fields")),
     Symbol("sglang.srt.arg_groups.overrides.resolution_result", "reads settings", ("server_args", "field", "default")),
     Symbol("sglang.srt.arg_groups.overrides.resolving_view", "reads settings while they resolve", ("server_args",)),
@@ -57,14 +52,30 @@ SYMBOLS = [
         ("model", "trust_remote_code", "revision"),
         exact=False,
     ),
-    Symbol("sglang.srt.configs.model_config.AttentionArch", "tells MHA from MLA"),
+    Symbol("sglang.srt.configs.model_config.AttentionArch.MLA", "tells MHA from MLA, by its name"),
+    Symbol("sglang.srt.configs.model_config.AttentionArch.SSM", "tells MHA from Mamba, by its name"),
+    Symbol("sglang.srt.configs.model_config.ModelConfig.get_total_num_kv_heads", "KV heads of the whole model", ()),
+    *(
+        Symbol(f"sglang.srt.configs.model_config.ModelConfig.{name}", "read by check_model.py: what the model is")
+        for name in (
+            "attention_arch",
+            "context_len",
+            "has_attention_sinks",
+            "head_dim",
+            "hf_config",
+            "is_encoder_decoder",
+            "is_generation",
+            "is_hybrid_swa",
+            "is_multimodal",
+        )
+    ),
     Symbol("sglang.srt.configs.hybrid_arch.mambaish_config", "finds linear-attention models", ("model_config",)),
     Symbol("sglang.srt.model_executor.cuda_graph_config.with_phase", "turns graphs off", ("config", "phase", "changes")),
     Symbol("sglang.srt.model_executor.cuda_graph_config.Phase.PREFILL", "turns graphs off"),
     Symbol("sglang.srt.model_executor.cuda_graph_config.Phase.DECODE", "turns graphs off"),
     Symbol("sglang.srt.model_executor.cuda_graph_config.Backend.DISABLED", "turns graphs off"),
     Symbol("sglang.srt.model_executor.cuda_graph_config.Backend.BREAKABLE", "refused for decode"),
-    Symbol("sglang.srt.arg_groups.arg_utils.A", "declares a flag"),
+    # The CPU platform (cpu/platform.py, cpu/threads.py, cpu/models/dense.py)
     Symbol("sglang.srt.platforms.current_platform", "tells whether the CPU platform is ours"),
     Symbol("sglang.srt.utils.common.get_free_cpu_memory", "memory default on the CPU", ()),
     Symbol("sglang.srt.utils.common.get_cpu_ids_by_node", "cores of the ranks", ()),
@@ -76,7 +87,7 @@ SYMBOLS = [
     Symbol("sglang.srt.models.llama.LlamaForCausalLM", "imported at once on a CPU"),
     Symbol("sglang.srt.models.qwen2.Qwen2ForCausalLM", "imported at once on a CPU"),
     Symbol("sglang.srt.models.qwen3.Qwen3ForCausalLM", "imported at once on a CPU"),
-    # Hooks (plugin.py, hooks.py)
+    # Hooks (entry.py, hooks.py)
     Symbol("sglang.srt.plugins.hook_registry.HookRegistry.register", "installs hooks", ("target", "hook"), exact=False),
     Symbol("sglang.srt.plugins.hook_registry.HookType.AROUND", "kind of hook"),
     Symbol("sglang.srt.plugins.hook_registry.HookType.AFTER", "kind of hook"),
@@ -95,6 +106,23 @@ SYMBOLS = [
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         "wrapped: bytes of one token",
         ("kvc", "num_layers"),
+    ),
+    *(
+        Symbol(f"{_CONFIGURATOR}.{name}", "read by our hooks")
+        for name in ("attn_dp_size", "device", "is_draft_worker", "layer_info", "model_config", "server_args")
+    ),
+    Symbol(
+        "sglang.srt.model_executor.model_runner_components.layer_setup.ModelLayerInfo.num_effective_layers",
+        "layers whose windows are subtracted from the budget",
+    ),
+    Symbol(f"{_ALLOCATOR}.token.TokenToKVPoolAllocator.alloc", "wrapped: hands out slots, which the window maps then forget"),
+    *(
+        Symbol(f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.{name}", "wrapped, as `alloc` of the other allocator")
+        for name in ("alloc", "alloc_extend", "alloc_decode")
+    ),
+    *(
+        Symbol(f"{_ALLOCATOR}.base.BaseTokenToKVPoolAllocator.{name}", "every allocator has these doors, so all are wrapped")
+        for name in ("alloc", "alloc_extend", "alloc_decode")
     ),
     Symbol(f"{_INTERNAL_STATE}.get_internal_state", "wrapped: figures in /server_info", ("recv_req",)),
     *(
@@ -124,9 +152,9 @@ SYMBOLS = [
     Symbol(f"{_POOL}._kv_buffer_shapes", "shapes of the buffers", ()),
     Symbol(f"{_POOL}._init_kv_copy_and_warmup", "overridden: no Triton kernel to warm up", ()),
     Symbol(f"{_POOL}.move_kv_cache", "overridden: carries the overlay", ("tgt_loc", "src_loc")),
-    Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", "positions to slots"),
+    Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.req_to_token", "positions to slots"),
     Symbol("sglang.srt.mem_cache.memory_pool.unwrap_write_loc", "slots of a write"),
-    # Backend (backend.py)
+    # Backend (backend.py, model_layers.py, path_host.py, path_gpu.py)
     Symbol(f"{_BACKEND}.init_forward_metadata", "overridden", ("forward_batch",)),
     Symbol(f"{_BACKEND}.forward_decode", "overridden", ("q", "k", "v", "layer", "forward_batch"), exact=False),
     Symbol(f"{_BACKEND}.forward_extend", "overridden", ("q", "k", "v", "layer", "forward_batch"), exact=False),
@@ -141,86 +169,40 @@ SYMBOLS = [
     Symbol("sglang.srt.layers.attention.base_attn_backend.SharedReadEnds.UNKNOWN", "where reads of a prefill end"),
     Symbol("sglang.srt.model_executor.forward_batch_info.ForwardMode.EXTEND", "a mode that is served"),
     Symbol("sglang.srt.model_executor.forward_batch_info.ForwardMode.MIXED", "a mode that is served"),
-    Symbol("sglang.srt.layers.radix_attention.RadixAttention", "the attention layers of a model"),
+    *(
+        Symbol(f"{_BATCH}.{name}", why)
+        for name, why in (
+            ("forward_mode", "decode or extend"),
+            ("batch_size", "which CUDA graph"),
+            ("seq_lens", "lengths, the new tokens included, on the device"),
+            ("seq_lens_cpu", "the same on the host; None: read from the device"),
+            ("req_pool_indices", "rows of `req_to_token`, on the device"),
+            ("req_pool_indices_cpu", "the same on the host; None: read from the device"),
+            ("out_cache_loc", "slots of the new tokens"),
+            ("extend_prefix_lens_cpu", "cached tokens of each request of an extend, on the host"),
+            ("extend_seq_lens_cpu", "new tokens of each request of an extend, on the host"),
+        )
+    ),
+    Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.req_generation", "tells a new request from one that goes on"),
+    *(
+        Symbol(f"sglang.srt.layers.radix_attention.RadixAttention.{name}", "an attention layer of a model")
+        for name in (
+            "attn_type",
+            "is_cross_attention",
+            "layer_id",
+            "logit_cap",
+            "qk_head_dim",
+            "scaling",
+            "sliding_window_size",
+            "tp_k_head_num",
+            "tp_q_head_num",
+            "tp_v_head_num",
+            "v_head_dim",
+        )
+    ),
     Symbol("sglang.srt.layers.radix_attention.AttentionType.DECODER", "the only kind that is served"),
     # Statistics inside the engine (capture.py)
+    Symbol(f"{_BATCH}.extend_num_tokens", "how many of the rows are tokens and not padding"),
     Symbol("sglang.srt.distributed.parallel_state.get_tensor_model_parallel_rank", "whose heads these are", ()),
     Symbol("sglang.srt.distributed.parallel_state.get_tensor_model_parallel_world_size", "how many ranks share them", ()),
 ]
-
-
-def installed_version() -> str:
-    """The version of the installed `sglang` distribution, or "none"."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return "none"
-
-
-def check(symbols: list[Symbol] | None = None) -> None:
-    """Compare the installed SGLang with the registry.
-
-    Raises:
-        UpstreamMismatch: one line that names the version or every symbol that differs, with found and wanted.
-    """
-    found = installed_version()
-    if found != SGLANG_VERSION:
-        raise UpstreamMismatch(
-            f"oscar: this build hooks sglang=={SGLANG_VERSION} and found sglang {found}; "
-            f"run `pip install sglang=={SGLANG_VERSION}`, or serve with --kv-quant none"
-        )
-    differences = [difference for symbol in (symbols or SYMBOLS) if (difference := compare(symbol))]
-    if differences:
-        raise UpstreamMismatch(
-            f"oscar: the installed sglang {found} differs from the sglang=={SGLANG_VERSION} that this build hooks: "
-            f"{'; '.join(differences)}; run `pip install --force-reinstall --no-deps sglang=={SGLANG_VERSION}`, "
-            "or serve with --kv-quant none"
-        )
-
-
-def compare(symbol: Symbol) -> str | None:
-    """What is wrong with one symbol, in a few words, or None."""
-    try:
-        target = find(symbol.name)
-    except (ImportError, AttributeError) as error:
-        return f"{symbol.name} is missing ({error})"
-    if symbol.parameters is None:
-        return None
-    if not callable(target):
-        return f"{symbol.name} is not callable"
-    names = parameter_names(target)
-    wanted = symbol.parameters
-    matches = names == wanted if symbol.exact else names[: len(wanted)] == wanted
-    if matches:
-        return None
-    return f"{symbol.name} takes ({', '.join(names)}), expected ({', '.join(wanted)}{'' if symbol.exact else ', ...'})"
-
-
-def find(name: str):
-    """The object at a dotted path; the longest prefix that is a module is imported.
-
-    Raises:
-        ImportError: no prefix is a module.
-        AttributeError: the module lacks the rest.
-    """
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        module_name = ".".join(parts[:length])
-        try:
-            target = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise
-            continue
-        for part in parts[length:]:
-            target = getattr(target, part)
-        return target
-    raise ImportError(f"no module named {parts[0]!r}")
-
-
-def parameter_names(target) -> tuple[str, ...]:
-    """Names of the parameters of a callable, in order, without `self` and `cls`."""
-    names = tuple(inspect.signature(inspect.unwrap(target)).parameters)
-    return names[1:] if names[:1] in (("self",), ("cls",)) else names

@@ -17,8 +17,8 @@ from oscar.format.codec import ROW_DTYPES, LosslessFormat, RowFormat
 from oscar_kernel import reference
 from oscar_kernel.cpu import structures
 from oscar_kernel.cpu.library import LIBRARY, check, library
-from oscar_kernel.cpu.structures import DTYPES
-from oscar_kernel.layer import LayerCache, LayerCodec, SideCodec
+from oscar_kernel.cpu.structures import DTYPES, Attend, Rows, Store
+from oscar_kernel.layer import LayerCache, LayerCodec, SideCache, SideCodec
 from oscar_kernel.read_plan import ReadPlan
 
 MAX_HEAD_DIM = 256
@@ -70,34 +70,18 @@ class CpuLayer:
         self._library = library()
         self._keep: list[Tensor] = []
         self._no_row = cache.k.window.shape[0] - 1
-        num_kv_heads = codec.num_kv_heads
-        k, v = self._side(codec.k), self._side(codec.v)
-        (k_slot, k_head, _), (v_slot, v_head, _) = cache.k.buffer.stride(), cache.v.buffer.stride()
-        windows = [(w.stride(0) * w.element_size(), w.stride(1) * w.element_size()) for w in (cache.k.window, cache.v.window)]
         self._layer = byref(
             structures.Layer(
-                num_kv_heads=num_kv_heads,
-                kv_group_num=num_qo_heads // num_kv_heads,
+                num_kv_heads=codec.num_kv_heads,
+                kv_group_num=num_qo_heads // codec.num_kv_heads,
                 window_dtype=DTYPES[codec.window_dtype],
-                k=k,
-                v=v,
-                k_buffer=cache.k.buffer.data_ptr(),
-                v_buffer=cache.v.buffer.data_ptr(),
-                k_slot_stride=k_slot,
-                k_head_stride=k_head,
-                v_slot_stride=v_slot,
-                v_head_stride=v_head,
-                k_window=cache.k.window.data_ptr(),
-                v_window=cache.v.window.data_ptr(),
-                k_window_row_stride=windows[0][0],
-                k_window_head_stride=windows[0][1],
-                v_window_row_stride=windows[1][0],
-                v_window_head_stride=windows[1][1],
+                k=self._side(codec.k, cache.k),
+                v=self._side(codec.v, cache.v),
             )
         )
 
-    def _side(self, side: SideCodec) -> ctypes.Structure:
-        """A side's codec in C; its tensors are kept, since the structure holds their addresses."""
+    def _side(self, side: SideCodec, cache: SideCache) -> ctypes.Structure:
+        """A side in C. Tensors made here are kept, since the structure holds their addresses."""
         packed = isinstance(side.fmt, RowFormat)
 
         def pointer(tensor: Tensor | None, dtype: torch.dtype) -> int | None:
@@ -112,13 +96,18 @@ class CpuLayer:
             head_dim=side.fmt.head_dim,
             group_size=side.fmt.group_size if packed else side.fmt.head_dim,
             row_kind=structures.PACKED if packed else structures.WIDE,
-            meta_dtype=structures.FLOAT16,
             transform_dtype=structures.FLOAT32 if exact else structures.FLOAT64,
             transform=pointer(side.transform, torch.float32 if exact else torch.float64),
             mean=pointer(side.mean, torch.float64),
             clip_ratio=pointer(side.clip, torch.float32),
             shaping=pointer(side.shaping, torch.float32) if packed else None,
             read_transform=pointer(side.read_transform, torch.float32),
+            buffer=cache.buffer.data_ptr(),
+            slot_stride=cache.buffer.stride(0),
+            head_stride=cache.buffer.stride(1),
+            window=cache.window.data_ptr(),
+            window_row_stride=cache.window.stride(0) * cache.window.element_size(),
+            window_head_stride=cache.window.stride(1) * cache.window.element_size(),
         )
 
     def store(self, k: Tensor, v: Tensor, loc: Tensor, window_rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,21 +116,15 @@ class CpuLayer:
         k_out = torch.empty(k.shape, dtype=self.codec.window_dtype)
         v_out = torch.empty(v.shape, dtype=self.codec.window_dtype)
         (k_token, k_head, _), (v_token, v_head, _) = k.stride(), v.stride()
-        args = structures.Store(
-            k.data_ptr(),
-            v.data_ptr(),
-            DTYPES[k.dtype],
-            DTYPES[v.dtype],
-            k_token,
-            k_head,
-            v_token,
-            v_head,
+        args = Store(
+            Rows(k.data_ptr(), DTYPES[k.dtype], 0, k_token, k_head),
+            Rows(v.data_ptr(), DTYPES[v.dtype], 0, v_token, v_head),
             k.shape[0],
             loc.data_ptr(),
             window_rows.data_ptr(),
+            self._no_row,
             k_out.data_ptr(),
             v_out.data_ptr(),
-            self._no_row,
             torch.get_num_threads(),
         )
         status = self._library.oscar_cpu_store(self._layer, byref(args), self._level)
@@ -177,11 +160,11 @@ class CpuLayer:
         args, out = self._attend(q, sm_scale, logit_cap)
         k_new, v_new = (_unit_stride(x.to(self.codec.window_dtype)) for x in (k_new, v_new))
         indptr = (c_int64 * len(qo_indptr))(*qo_indptr)
-        element = k_new.element_size()
         args.qo_indptr = ctypes.addressof(indptr)
-        args.k_new, args.v_new = k_new.data_ptr(), v_new.data_ptr()
-        args.k_new_token_stride, args.k_new_head_stride = k_new.stride(0) * element, k_new.stride(1) * element
-        args.v_new_token_stride, args.v_new_head_stride = v_new.stride(0) * element, v_new.stride(1) * element
+        args.k_new, args.v_new = (
+            Rows(x.data_ptr(), DTYPES[x.dtype], 0, x.stride(0) * x.element_size(), x.stride(1) * x.element_size())
+            for x in (k_new, v_new)
+        )
         check(self._library.oscar_cpu_extend(self._layer, plan.made, byref(args), self._level), self._isa)
         return out
 
@@ -189,9 +172,8 @@ class CpuLayer:
         """What decode and extend pass alike, and the output."""
         out = torch.empty(q.shape[0], q.shape[1], self.codec.v.fmt.head_dim)
         token, head, _ = q.stride()
-        args = structures.Attend(
-            q.data_ptr(), DTYPES[q.dtype], torch.get_num_threads(), token, head, out.data_ptr(), sm_scale, logit_cap
-        )
+        args = Attend(Rows(q.data_ptr(), DTYPES[q.dtype], 0, token, head))
+        args.out, args.sm_scale, args.logit_cap, args.num_threads = out.data_ptr(), sm_scale, logit_cap, torch.get_num_threads()
         return args, out
 
 

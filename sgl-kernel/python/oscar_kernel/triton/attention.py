@@ -1,8 +1,8 @@
 """Plans and launches of the Triton kernels for the layers of a model: `oscar_kernel.attention` on a GPU.
 
-A decode step reads nothing back from the device. With fixed buffers (`max_bs`) it has fixed shapes too: which window rows are
-read and how the work is shared out is computed by a launch, so a CUDA graph can hold `plan` and `run`, and nothing is left to
-do at a replay.
+A decode step reads nothing back from the device. With fixed buffers (`Layers.graph_decode`) it has fixed shapes too: which
+window rows are read and how the work is shared out is computed by a launch, so a CUDA graph can hold `plan` and `run`, and
+nothing is left to do at a replay.
 
 With error shaping the last layer of a decode step to run is followed by a launch that writes the codes of all layers
 (`step_codes`). It may wait so long because every new token is in a window: the recent one or, among a sequence's first tokens,
@@ -110,14 +110,18 @@ class TritonDecode(BatchDecode):
     """Decode steps.
 
     Args:
-        layers: to run. max_bs: rows of every plan, whose buffers are then made once (at the first plan; scratch is what
-            `TritonLayers.reserve` made, if it did); None: plans of any size, whose buffers are made each time.
+        layers: to run.
+        bs: rows of every plan, whose buffers are made now (scratch is what `TritonLayers.reserve` made, if it did); None:
+            plans of any size, whose buffers are made each time.
+        maps: with bs, the windows of the plans.
     """
 
-    def __init__(self, layers: TritonLayers, max_bs: int | None = None):
-        self._layers, self._max_bs = layers, max_bs
-        self._buffers: PlanBuffers | None = None
-        self._scratch: Scratch = {}
+    def __init__(self, layers: TritonLayers, bs: int | None = None, maps: WindowMaps | None = None):
+        self._layers, self._bs = layers, bs
+        self._buffers: PlanBuffers
+        self._scratch: Scratch
+        if bs is not None and maps is not None:
+            self._make_buffers(bs, maps)
         self._plan: TritonPlan
         self._loc: Tensor | None
         self._rows: Tensor | None
@@ -131,25 +135,28 @@ class TritonDecode(BatchDecode):
         loc: Tensor | None = None,
         window_rows: Tensor | None = None,
     ) -> None:
-        """`BatchDecode.plan`. With `max_bs` capturable, if kv_lens is a tensor and the first plan was made before.
+        """`BatchDecode.plan`. Capturable where the wrapper has its buffers already and kv_lens is a tensor.
 
         For padding give kv_lens 0, which reads nothing and gives 0, and loc -1, which is written nowhere.
 
         Raises:
-            ValueError: max_bs was given and the batch has another number of rows.
+            ValueError: the wrapper is for another number of rows.
             RuntimeError: the last step did not run every layer with error shaping.
         """
         layers, bs = self._layers, req_pool_indices.shape[0]
         layers.require_whole_step()
-        if self._max_bs not in (None, bs):
-            raise ValueError(f"BatchDecode.plan: expected the {self._max_bs} rows that max_bs fixed, got {bs}")
-        if self._buffers is None or self._max_bs is None:
-            self._buffers = layers.plan_buffers(bs, maps)
-            shared = None if self._max_bs is None else layers.reserved
-            self._scratch = layers.scratch(bs, self._buffers.num_items) if shared is None else shared
+        if self._bs not in (None, bs):
+            raise ValueError(f"BatchDecode.plan: expected the {self._bs} rows that the wrapper was made for, got {bs}")
+        if self._bs is None:
+            self._make_buffers(bs, maps)
         lens = kv_lens if isinstance(kv_lens, Tensor) else torch.tensor(kv_lens, dtype=torch.int32, device=layers.device)
         self._plan = plan_tokens(self._buffers, req_to_token, req_pool_indices, lens, maps)
         self._loc, self._rows = _contiguous(loc), _contiguous(window_rows)
+
+    def _make_buffers(self, bs: int, maps: WindowMaps) -> None:
+        self._buffers = self._layers.plan_buffers(bs, maps)
+        shared = None if self._bs is None else self._layers.reserved
+        self._scratch = self._layers.scratch(bs, self._buffers.num_items) if shared is None else shared
 
     def run(
         self,
@@ -198,7 +205,6 @@ class TritonExtend(BatchExtend):
         layers.require_whole_step()
         lens = torch.tensor(prefix_lens, dtype=torch.int32, device=device)
         self._plan = plan_tokens(layers.plan_buffers(len(prefix_lens), maps), req_to_token, req_pool_indices, lens, maps)
-        self._no_row = maps.no_row
         self._max_new = max((b - a for a, b in itertools.pairwise(qo_indptr)), default=0)
         self._qo_indptr = torch.tensor(qo_indptr, dtype=torch.int32, device=device)
         self._loc, self._rows = _contiguous(loc), window_rows.long()
@@ -224,11 +230,6 @@ class TritonExtend(BatchExtend):
         extend_attention(q, *new, self._qo_indptr, self._max_new, layer, self._plan, sm_scale, logit_cap, out=out)
         write_windows(*new, self._rows, layer.cache)
         return out
-
-    def sink_rows(self) -> Tensor:
-        """`BatchExtend.sink_rows`."""
-        rows = self._plan.tensors.window_rows[:, : self._plan.sink_tokens].long()
-        return torch.where(rows < 0, self._no_row, rows)
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

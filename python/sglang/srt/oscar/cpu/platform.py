@@ -1,24 +1,22 @@
 """SGLang on a plain CPU: an out-of-tree platform that needs neither sgl_kernel nor Triton.
 
-Used where there is no accelerator or `--device cpu` is asked (`early.activate` decides), for stock 16-bit serving and for
-`--kv-quant oscar` alike. SGLang's own CPU platform needs an AMX build of sgl_kernel that is on no package registry.
+Used where there is no accelerator or where the user asks for `--device cpu` (`cpu/start.py` decides), for stock 16-bit serving
+and for `--kv-quant oscar` alike. SGLang's own CPU platform needs an AMX build of sgl_kernel that is on no package registry.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.oscar.cpu import threads
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 logger = logging.getLogger(__name__)
 
-BIND = "SGLANG_CPU_OMP_THREADS_BIND"
-"""SGLang's variable for the cores of each rank, e.g. "0,1|2,3"."""
 MAX_RUNNING_REQUESTS = 64
 """Requests at once where the user says nothing. SGLang reserves rows for 2048 and more, which no CPU serves."""
 POOL_SHARE = 0.4
@@ -57,6 +55,25 @@ class OscarCpuPlatform(CpuDeviceMixin, SRTPlatform):
                 server_args.mem_fraction_static = fraction
 
 
+def is_current() -> bool:
+    """Whether this process runs on our platform."""
+    from sglang.srt.platforms import current_platform
+
+    return isinstance(current_platform, OscarCpuPlatform)
+
+
+def declare_backend(server_args: Any) -> None:
+    """Choose `torch_native` on our platform where the user chose no attention backend; SGLang would take `intel_amx`.
+
+    Args:
+        server_args: SGLang's `ServerArgs`, while it resolves.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    if resolving_view(server_args).device == "cpu" and is_current() and server_args.attention_backend is None:
+        declare_resolution(server_args, "oscar", attention_backend="torch_native")
+
+
 def memory_fraction(server_args: Any) -> float | None:
     """`--mem-fraction-static` for a CPU: the weights plus a KV pool a rank, as a part of the memory that is free now.
 
@@ -71,7 +88,7 @@ def memory_fraction(server_args: Any) -> float | None:
         return None
     if server_args.dtype in ("float", "float32"):
         weights *= 2
-    nodes = numa_nodes()
+    nodes = threads.numa_nodes()
     ranks = server_args.dp_size * server_args.tp_size * server_args.pp_size
     weights *= server_args.dp_size
     free = get_free_cpu_memory() - WORKERS
@@ -98,24 +115,3 @@ def weight_bytes(model_path: str) -> int:
         if sizes:
             return sum(sizes)
     return 0
-
-
-def numa_nodes() -> int:
-    """NUMA nodes with cores, as SGLang counts them."""
-    from sglang.srt.utils.common import get_cpu_ids_by_node
-
-    return max(1, len(get_cpu_ids_by_node()))
-
-
-def cores_by_rank(ranks: int) -> str:
-    """The cores this process may use, in `ranks` even parts, in SGLang's notation; with fewer cores they are shared."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < ranks:
-        return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-    share, rest = divmod(len(cores), ranks)
-    parts, start = [], 0
-    for rank in range(ranks):
-        end = start + share + (rank < rest)
-        parts.append(",".join(map(str, cores[start:end])))
-        start = end
-    return "|".join(parts)

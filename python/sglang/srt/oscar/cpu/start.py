@@ -1,4 +1,4 @@
-"""A start on a plain CPU without the imports it cannot use, and without the messages that alarm and mean nothing there.
+"""A start on a plain CPU: when it is meant, and without the imports and the messages that mean nothing there.
 
 CPU seconds of the imports of the scheduler process, the largest of three (2 cores, sglang 0.5.23): as upstream 11.1, without
 FlashInfer 10.4, without the sweep over all model modules 9.2, without both 7.7; resident 1155 -> 944 MB.
@@ -10,6 +10,8 @@ import logging
 import os
 import sys
 import warnings
+
+from sglang.srt.oscar.cpu import threads
 
 # (part of a regular expression for the start of the message, module that warns)
 WARNINGS = (
@@ -43,6 +45,35 @@ LOG_MESSAGES = {
 MODELS = "sglang.srt.oscar.cpu.models"
 
 
+def is_meant() -> bool:
+    """Whether this process should run on our CPU platform: there is no accelerator, or the command line says `--device cpu`.
+
+    `SGLANG_USE_CPU_ENGINE=1` asks for SGLang's own CPU platform and `SGLANG_USE_MLX=1` for another; both are left alone.
+    With `--device cpu` the accelerators of the machine are hidden from this process and its workers.
+    """
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or os.environ.get("SGLANG_USE_MLX", "0") == "1":
+        return False
+    if device_argument(sys.argv) == "cpu":
+        # SGLang asks torch, not the flag, what the machine has; hidden cards make both agree, here and in the workers.
+        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+            os.environ[name] = ""
+        return True
+    import torch
+
+    return not torch.accelerator.is_available()
+
+
+def device_argument(argv: list[str]) -> str | None:
+    """The value of `--device` in a command line, as argparse would take it (the last one counts)."""
+    value = None
+    for index, argument in enumerate(argv):
+        if argument == "--device" and index + 1 < len(argv):
+            value = argv[index + 1]
+        elif argument.startswith("--device="):
+            value = argument.removeprefix("--device=")
+    return value.split(":")[0] if value else None
+
+
 def prepare() -> None:
     """Skip what a CPU cannot use and install the filters, in this process. Calling it again changes nothing."""
     # Python's way to make a module absent: SGLang asks for FlashInfer with `try: import`, and it runs on NVIDIA cards only.
@@ -59,14 +90,6 @@ def prepare() -> None:
 
 def _wanted(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    if record.name == "sglang.srt.utils.numa_utils" and not _split_by_us():
+    if record.name == "sglang.srt.utils.numa_utils" and not threads.bound_by_us():
         return True
     return not message.startswith(LOG_MESSAGES[record.name])
-
-
-def _split_by_us() -> bool:
-    """Whether the cores of the ranks are those that `resolve.bind_cpu_threads` chose, not the user."""
-    from sglang.srt.oscar.cpu.platform import BIND, cores_by_rank
-
-    bound = os.environ.get(BIND, "")
-    return bool(bound) and bound == cores_by_rank(bound.count("|") + 1)

@@ -1,0 +1,76 @@
+"""Graded tasks over HTTP, from any server that speaks the OpenAI protocol."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Sequence
+
+import requests
+
+from oscar.errors import OscarError
+from oscar.evaluation.task_scores import TaskScores
+from oscar.evaluation.tasks import Task
+from oscar.format import sizing
+from oscar.format.identity import ModelIdentity
+
+AT_ONCE = 4
+"""Requests under way."""
+PATIENCE = 600
+"""Seconds to wait for an answer."""
+
+
+class Endpoint:
+    """A running server.
+
+    Args:
+        url: its base address, "http://127.0.0.1:30000".
+    Raises:
+        OscarError: nobody answers there.
+    """
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self.model = self._call("GET", "/v1/models")["data"][0]["id"]
+
+    def score(self, tasks: Sequence[Task], advance: Callable[[int], None] = lambda tokens: None) -> TaskScores:
+        """Ask tasks of one kind, AT_ONCE at a time, and grade the answers. advance: told the prompt tokens that are done."""
+        scores = TaskScores()
+        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+            for task, reply in zip(tasks, pool.map(self.ask, tasks), strict=True):
+                scores.add(task, reply)
+                advance(task.num_tokens)
+        return scores
+
+    def ask(self, task: Task) -> str:
+        """The greedy answer to one task."""
+        body = {"model": self.model, "max_tokens": task.max_new_tokens, "temperature": 0}
+        if task.messages is None:
+            return self._call("POST", "/v1/completions", body | {"prompt": task.prompt})["choices"][0]["text"]
+        answer = self._call("POST", "/v1/chat/completions", body | {"messages": task.messages})
+        return answer["choices"][0]["message"]["content"] or ""
+
+    def cache(self, model: ModelIdentity, context: int) -> dict:
+        """What the server says of its KV cache: method and bits per element of a request of this length, windows included."""
+        try:
+            state = self._call("GET", "/server_info")["internal_states"][0].get("oscar")
+        except (OscarError, KeyError, IndexError, AttributeError):  # not an SGLang server
+            return {}
+        if not state:
+            return {"method": "none", "bits_per_element": 16.0}
+        geometry = model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim
+        windows = sizing.bytes_per_request(*geometry, state["sink_tokens"], state["recent_tokens"])
+        elements = context * model.num_layers * model.num_kv_heads * (model.head_dim + model.v_head_dim)
+        return {
+            "method": state["method"],
+            "windows": [state["sink_tokens"], state["recent_tokens"]],
+            "bits_per_element": 8 * (context * state["bytes_per_token"] + windows) / elements,
+        }
+
+    def _call(self, verb: str, path: str, body: dict | None = None) -> dict:
+        try:
+            answer = requests.request(verb, self.url + path, json=body, timeout=PATIENCE)
+            answer.raise_for_status()
+            return answer.json()
+        except (requests.RequestException, ValueError) as error:
+            what = str(error).splitlines()[0]
+            raise OscarError(f"--endpoint {self.url}: expected an OpenAI-style server at {path}: {what}") from error

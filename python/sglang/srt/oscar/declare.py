@@ -1,0 +1,130 @@
+"""Declare what the workers need: the artifact, the windows, the backend and the CUDA graphs that go with it.
+
+What is declared travels to the workers inside `ServerArgs`; there `flags.settings_of` reads it back.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.oscar import check_upstream
+from sglang.srt.oscar.find_artifact import find_artifact
+from sglang.srt.oscar.refusal import refuse
+
+from oscar import support
+from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
+
+logger = logging.getLogger(__name__)
+
+SOURCE = "oscar"
+"""Who declares, in SGLang's list of resolved overrides."""
+
+
+def declare_settings(server_args: Any) -> None:
+    """Check upstream, find or make the artifact, and declare backend, windows and artifact for the workers.
+
+    Args:
+        server_args: SGLang's `ServerArgs`, while it resolves; nothing happens with --kv-quant none.
+    Raises:
+        OscarRefusal: the installed SGLang is not the one that we hook, the artifact is unusable or cannot be made, or
+            what SGLang chose for the model does not go with --kv-quant oscar.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
+
+    cfg = resolving_view(server_args)
+    if cfg.kv_quant != "oscar":
+        return
+    try:
+        check_upstream.check()
+    except check_upstream.UpstreamMismatch as error:
+        raise refuse(str(error)) from None
+    _check_plugin()
+    _check_resolved(cfg)
+    path, artifact = find_artifact(server_args)
+    sinks = _first(cfg.oscar_sink_tokens, artifact.sink_tokens, DEFAULT_SINK_TOKENS)
+    recent = _first(cfg.oscar_recent_tokens, artifact.recent_tokens, DEFAULT_RECENT_TOKENS)
+    codec, kernels = cfg.oscar_codec or "int2", cfg.oscar_kernels or "auto"
+    _warn(sinks, recent, codec)
+    declare_resolution(
+        server_args,
+        SOURCE,
+        attention_backend="oscar",
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        cuda_graph_config=_graphs(cfg, codec, kernels),
+        oscar_artifact=str(path),
+        oscar_sink_tokens=sinks,
+        oscar_recent_tokens=recent,
+        oscar_calibrate=cfg.oscar_calibrate or "auto",
+        oscar_codec=codec,
+        oscar_kernels=kernels,
+    )
+    logger.info(
+        "oscar: 2-bit KV cache with artifact %s (method %s), %d sink and %d recent tokens of at most %d in 16 bits",
+        path,
+        artifact.method,
+        sinks,
+        recent,
+        model_config_of(server_args).context_len,
+    )
+
+
+def _check_plugin() -> None:
+    """Refuse if `entry.register` failed: SGLang logs that and would go on to workers that do not know the backend."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # does nothing the second time; benchmarks resolve without it
+    if "oscar" not in ATTENTION_BACKENDS:
+        raise refuse(
+            "oscar: the plugin of oscar-kv did not load in this process (if it failed, its error is above); reinstall it, "
+            "and let SGLANG_PLUGINS, if set, name oscar too"
+        )
+
+
+def _check_resolved(cfg: Any) -> None:
+    """Refuse what SGLang itself chose for the model since `check_flags` looked; the attention backend is replaced anyway."""
+    for option in support.SERVER_OPTIONS:
+        value = getattr(cfg, option.field)
+        if option.allowed and value not in option.allowed and not option.field.endswith("attention_backend"):
+            raise refuse(f"{support.option_refusal(option, value)} (set by SGLang for {cfg.model_path})")
+
+
+def _warn(sinks: int, recent: int, codec: str) -> None:
+    """Log choices that cost quality or memory."""
+    if sinks == 0 or recent == 0:
+        logger.warning(
+            "oscar: windows of %d first and %d newest tokens in 16 bits; quality at 2 bits depends on both "
+            "(defaults %d and %d)",
+            sinks,
+            recent,
+            DEFAULT_SINK_TOKENS,
+            DEFAULT_RECENT_TOKENS,
+        )
+    if codec == "lossless":
+        logger.warning("oscar: --oscar-codec lossless is for debugging: the KV cache takes twice the memory of 16 bits")
+
+
+def _graphs(cfg: Any, codec: str, kernels: str) -> Any:
+    """SGLang's configuration of CUDA graphs without those that we cannot serve: prefill never, decode on Triton kernels only.
+
+    Raises:
+        OscarRefusal: breakable graphs in decode.
+    """
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    graphs = with_phase(cfg.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED)
+    if cfg.device != "cuda" or kernels == "reference" or codec == "lossless" or cfg.oscar_debug_checks:
+        return with_phase(graphs, Phase.DECODE, backend=Backend.DISABLED)
+    if graphs[Phase.DECODE].backend == Backend.BREAKABLE:
+        raise refuse(
+            "oscar: --kv-quant oscar does not go with breakable CUDA graphs in decode: the plan of a step is part of the "
+            "graph; use full ones (the default) or --disable-cuda-graph, or " + support.OFF
+        )
+    return graphs
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is not None."""
+    return next(value for value in values if value is not None)
