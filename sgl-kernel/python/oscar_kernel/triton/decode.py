@@ -48,12 +48,12 @@ class Partial(NamedTuple):
 
     Args:
         out: [num_items, num_qo_heads, v_head_dim] float32, normalised. lse: [num_items, num_qo_heads] float32, in log 2.
-        count: [num_items + bs, programs an item] int32, zeros between launches, see `_join`.
+        done: [num_items + bs, programs an item] int32, zeros between launches, see `_join`.
     """
 
     out: Tensor
     lse: Tensor
-    count: Tensor
+    done: Tensor
 
 
 class DecodeBuffers(NamedTuple):
@@ -118,9 +118,9 @@ def _join(
 ):  # fmt: skip
     """Merge what can be merged now that this program's partial state is written; the last program writes the output.
 
-    partial.count: [num_items + bs, BLOCKS] int32, programs done: of each group of JOIN items (at its first), and of a request's
+    partial.done: [num_items + bs, BLOCKS] int32, programs done: of each group of JOIN items (at its first), and of a request's
     groups. Whoever completes a count sets it back to 0, so the next launch, a graph's replay too, finds zeros.
-    block: of count. first_head, num_heads: query heads of this program. out: `Rows`.
+    block: of done. first_head, num_heads: query heads of this program. out: `Rows`.
     """
     first = tl.load(indptr_ptr + b)
     last = tl.load(indptr_ptr + b + 1)
@@ -129,9 +129,9 @@ def _join(
     stop = tl.minimum(start + JOIN, last)
     # All lanes' states must be out before the count says so.
     tl.debug_barrier()
-    done = tl.atomic_add(partial.count + start * BLOCKS + block, 1, sem="acq_rel")
-    if done == stop - start - 1:
-        tl.store(partial.count + start * BLOCKS + block, 0)
+    finished = tl.atomic_add(partial.done + start * BLOCKS + block, 1, sem="acq_rel")
+    if finished == stop - start - 1:
+        tl.store(partial.done + start * BLOCKS + block, 0)
         if last - first <= JOIN:
             for h in range(first_head, first_head + num_heads):
                 o, _ = _merged(partial, start, stop, 1, h, HEADS, V, JOIN)
@@ -145,9 +145,9 @@ def _join(
                 tl.store(partial.lse + start.to(tl.int64) * HEADS + h, lse)
             groups = (last - first + JOIN - 1) // JOIN
             tl.debug_barrier()
-            done = tl.atomic_add(partial.count + (num_items + b) * BLOCKS + block, 1, sem="acq_rel")
-            if done == groups - 1:
-                tl.store(partial.count + (num_items + b) * BLOCKS + block, 0)
+            finished = tl.atomic_add(partial.done + (num_items + b) * BLOCKS + block, 1, sem="acq_rel")
+            if finished == groups - 1:
+                tl.store(partial.done + (num_items + b) * BLOCKS + block, 0)
                 for h in range(first_head, first_head + num_heads):
                     o, _ = _merged(partial, first, last, JOIN, h, HEADS, V, JOIN)
                     _write_output(o, to + h * V.dim, V)

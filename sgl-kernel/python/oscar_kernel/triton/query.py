@@ -47,10 +47,11 @@ class Queries(NamedTuple):
 
 
 class QueryTensors(NamedTuple):
-    """Queries to prepare: q, rows of the model. transform: [num_kv_heads, head_dim, head_dim] float32. out: written."""
+    """Queries to prepare: q, rows of the model. transform: [num_kv_heads, head_dim, head_dim] float32. out:
+    written."""
 
     q: Rows
-    transform: Tensor
+    transform: Tensor | None
     out: Queries
 
 
@@ -123,7 +124,7 @@ def prepare_queries(q: Tensor, layer: LayerTensors, out: Queries | None = None) 
         q: [num_tokens, num_qo_heads, head_dim] any float type, after RoPE.
         layer: of the layer. out: buffers to fill; None: new ones.
     """
-    out = Queries.empty(*q.shape[:2], layer) if out is None else out
+    out = Queries.empty(q.shape[0], q.shape[1], layer) if out is None else out
     query_kernel[(row_tiles(q, layer), layer.num_kv_heads)](
         query=query_tensors(q, layer, out),
         num_tokens=q.shape[0],

@@ -44,7 +44,7 @@ class StoreSide(NamedTuple):
 
     Args:
         x: rows of the model. pool: in 32-bit words, written. window: written. out: for the stored rows in bfloat16, or None.
-        transform, mean, index: see `SideTensors`.
+        transform, mean, clip_rank: see `SideTensors`.
     """
 
     x: Rows
@@ -53,12 +53,12 @@ class StoreSide(NamedTuple):
     out: Rows | None
     transform: Tensor | None
     mean: Tensor | None
-    index: Tensor
+    clip_rank: Tensor
 
     @classmethod
     def of(cls, x: Tensor, side: SideTensors, cache: SideCache, out: Tensor | None) -> StoreSide:
         pool, rows = Rows.of(cache.buffer.view(torch.int32)), None if out is None else Rows.of(out)
-        return cls(Rows.of(x), pool, Rows.of(cache.window), rows, side.transform, side.mean, side.index)
+        return cls(Rows.of(x), pool, Rows.of(cache.window), rows, side.transform, side.mean, side.clip_rank)
 
 
 @triton.jit
@@ -134,12 +134,12 @@ def _store_side(
         tl.store(at, row16, mask=written[:, None] & live[None, :])
     else:
         row = side.pool.ptr + (loc * side.pool.stride + head * (SIDE.row_bytes // 4))
-        _write_codes(bits, written, row, head, channel, live, side.index, TILE, SIDE, CODES)
+        _write_codes(bits, written, row, head, channel, live, side.clip_rank, TILE, SIDE, CODES)
 
 
 @triton.jit
 def _write_codes(
-    bits, written, row, head, channel, live, index_ptr, TILE: tl.constexpr, SIDE: tl.constexpr, CODES: tl.constexpr
+    bits, written, row, head, channel, live, rank_ptr, TILE: tl.constexpr, SIDE: tl.constexpr, CODES: tl.constexpr
 ):  # fmt: skip
     """Clip, quantise and pack rows, given as float32 bits [TILE, columns]; row: [TILE] pointers to where each begins.
 
@@ -151,7 +151,7 @@ def _write_codes(
 
     # Clip threshold: the largest t with at most `rank` numbers below it is the rank-th smallest.
     magnitude = tl.where(live[None, :], x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FFFFFFF)
-    rank = tl.load(index_ptr + head)
+    rank = tl.load(rank_ptr + head)
     tau_bits = tl.zeros((TILE,), tl.int32)
     for i in range(18):
         trial = tau_bits | (1 << (30 - i))
