@@ -53,7 +53,7 @@ if INTERPRETED or ON_CARD:
     from oscar_kernel.triton.planes import Planes
     from oscar_kernel.triton.query import Queries, prepare_queries
     from oscar_kernel.triton.step_codes import StepCodes
-    from oscar_kernel.triton.store import store_kv
+    from oscar_kernel.triton.store import store_kv, store_step
     from oscar_kernel.triton.tuning import Launch
 
     @triton.jit
@@ -214,7 +214,7 @@ def test_store_is_the_same_one_by_one_and_leaves_the_rest_alone(shaping, n):
     later = torch.tensor([i for i in range(1, n, 2) if 0 <= rows[i] < 20])
     for i in range(n):
         part = (moved(x[i : i + 1]) for x in (k, v, loc, rows))
-        assert store_kv(*part, single, return_rows=False, codes_later=i in later) is None
+        store_step(*part, single, codes_later=i in later)
     if shaping:
         StepCodes([single]).write(moved(loc[later]), moved(rows[later]))
     for name, a, b in sides(whole.cache, single.cache):
@@ -246,7 +246,7 @@ def test_codes_of_a_step_are_those_of_its_layers(monkeypatch):
         expected, layer = empty_cache(codec, 10, 7), TritonLayer(moved(empty_cache(codec, 10, 7)), moved(codec))
         assert layer.tensors.shaped
         reference.store_kv(k[shaped], v[shaped], loc[shaped], rows[shaped], expected, codec)
-        store_kv(*(moved(x) for x in (k, v, loc, rows)), layer, return_rows=False, codes_later=True)
+        store_step(*(moved(x) for x in (k, v, loc, rows)), layer, codes_later=True)
         layers.append(layer)
         wanted.append((expected, layer.cache.k.buffer.clone()))
     step = StepCodes(layers)
@@ -434,7 +434,7 @@ def test_store_prepares_the_queries_of_a_decode_step(num_tokens, kv_group_num):
     alone, together = (TritonLayer(moved(empty_cache(codec, num_tokens, 3)), moved(codec)) for _ in range(2))
     queries = Queries.empty(num_tokens, 2 * kv_group_num, alone.tensors)
     store_kv(*new, alone)
-    store_kv(*new, together, return_rows=False, q=moved(q), queries=queries)
+    store_step(*new, together, q=moved(q), queries=queries)
     assert all(torch.equal(a.buffer, b.buffer) for _, a, b in sides(alone.cache, together.cache))
     for a, b in zip(prepare_queries(moved(q), alone.tensors), queries, strict=True):
         assert torch.equal(a, b)

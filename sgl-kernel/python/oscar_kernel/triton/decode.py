@@ -1,7 +1,7 @@
 # ruff: noqa: E741 (l is the usual name of a softmax's sum)
 """Decode in Triton: one query a sequence against 2-bit rows and windows, split over the card, and one merge.
 
-Launches a layer: `store_kv` with the step's queries, then `decode_kernel` over the work list of `plan`. Partial states of a
+Launches a layer: `store_step` with the step's queries, then `decode_kernel` over the work list of `plan`. Partial states of a
 sequence are merged in the same launch, by the programs that finish last: the last of JOIN neighbouring items merges those, the
 last of such groups merges the groups (`_join`). One program alone would read all of a long sequence's states in turn, which
 takes longer than the attention itself. Where values have to be un-transformed, or the launch table says so, `merge_kernel` does
@@ -301,7 +301,7 @@ def decode_attention(
         sm_scale: factor on the logits. logit_cap: soft cap of the logits; 0 for none.
         out: [bs, num_qo_heads, v_head_dim], any float type, heads contiguous; None: a new float32 tensor.
         buffers: scratch; None: new.
-        queries_ready: buffers already hold the prepared queries, from `store.store_kv`; q gives the shape alone.
+        queries_ready: buffers already hold the prepared queries, from `store.store_step`; q gives the shape alone.
         launch: shape of the launch; None: from the table in `tuning`.
     Returns:
         out; rows of sequences without tokens are 0.

@@ -209,18 +209,7 @@ def store_kernel(
             transform_queries(tl.program_id(0), head, query, num_tokens, HEADS, KV_GROUP_NUM, ROWS, QUERY_DEPTH, K)
 
 
-def store_kv(
-    k: Tensor,
-    v: Tensor,
-    loc: Tensor,
-    window_rows: Tensor,
-    layer: TritonLayer,
-    *,
-    return_rows: bool = True,
-    codes_later: bool = False,
-    q: Tensor | None = None,
-    queries: Queries | None = None,
-) -> tuple[Tensor, Tensor] | None:
+def store_kv(k: Tensor, v: Tensor, loc: Tensor, window_rows: Tensor, layer: TritonLayer) -> tuple[Tensor, Tensor]:
     """`oscar_kernel.reference.store_kv` in one launch, or two with error shaping; capturable.
 
     Args:
@@ -229,25 +218,62 @@ def store_kv(
         loc: [num_tokens] integer slots; a negative one is not written.
         window_rows: [num_tokens] integer rows of the windows; the last row, or a negative one, is not written.
         layer: its storage is written in place.
-        return_rows: whether attention among the new tokens follows; decode needs none.
-        codes_later: with error shaping, store codes rounded alone for now: `step_codes.StepCodes` follows.
-        q: [num_tokens, num_qo_heads, head_dim] queries to prepare in the same launch, into `queries`.
     Returns:
-        k', v' in bfloat16, or None without return_rows.
+        k', v' in bfloat16, for attention among the new tokens.
     """
+    rows = _empty_rows(k), _empty_rows(v)
+    _store(k, v, loc, window_rows, layer, rows, layer.tensors.shaped)
+    return rows
+
+
+def store_step(
+    k: Tensor,
+    v: Tensor,
+    loc: Tensor,
+    window_rows: Tensor,
+    layer: TritonLayer,
+    *,
+    q: Tensor | None = None,
+    queries: Queries | None = None,
+    codes_later: bool = False,
+) -> None:
+    """The store of a decode step, whose attention reads the new tokens from their windows; capturable.
+
+    Args:
+        k, v, loc, window_rows, layer: as in `store_kv`.
+        q: [num_tokens, num_qo_heads, head_dim] queries to prepare in the same launch, into `queries`.
+        codes_later: with error shaping, store codes rounded alone for now: `step_codes.StepCodes` follows.
+    """
+    shaped = layer.tensors.shaped and not codes_later
+    rows = (_empty_rows(k), _empty_rows(v)) if shaped else None
+    _store(k, v, loc, window_rows, layer, rows, shaped, q, queries)
+
+
+def _empty_rows(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+
+
+def _store(
+    k: Tensor,
+    v: Tensor,
+    loc: Tensor,
+    window_rows: Tensor,
+    layer: TritonLayer,
+    rows: tuple[Tensor, Tensor] | None,
+    shaped: bool,
+    q: Tensor | None = None,
+    queries: Queries | None = None,
+) -> None:
+    """Launch the store. rows: for k' and v'. shaped: codes of sides with a matrix come from a launch of their own."""
     tensors, cache = layer.tensors, layer.cache
     num_tokens, num_kv_heads = k.shape[:2]
-    k, v = with_adjacent_heads(k), with_adjacent_heads(v)
-    k_out = v_out = None
-    shaped = tensors.shaped and not codes_later
-    if return_rows or shaped:
-        k_out = torch.empty(k.shape, dtype=torch.bfloat16, device=k.device)
-        v_out = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device)
     if num_tokens == 0:
-        return (k_out, v_out) if return_rows else None
+        return
+    k, v = with_adjacent_heads(k), with_adjacent_heads(v)
+    k_out, v_out = (None, None) if rows is None else rows
     tile = TOKENS_PER_TILE if num_tokens >= TOKENS_PER_TILE // 2 else 1
     blocks, heads, query = triton.cdiv(num_tokens, tile), num_kv_heads, None
-    if q is not None:
+    if q is not None and queries is not None:
         query = query_tensors(q, tensors, queries)
         blocks, heads = max(blocks, row_tiles(q, tensors)), q.shape[1]
     store_kernel[(blocks, num_kv_heads, 2 if query is None else 3)](
@@ -268,6 +294,5 @@ def store_kv(
         QUERY_DEPTH=QUERY_DEPTH,
         num_warps=8,
     )
-    if shaped:
-        shape_codes(k_out, v_out, loc, layer)
-    return (k_out, v_out) if return_rows else None
+    if shaped and rows is not None:
+        shape_codes(*rows, loc, layer)
