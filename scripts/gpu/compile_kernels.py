@@ -35,7 +35,7 @@ from oscar_kernel.triton.decode import DecodeBuffers, decode_attention
 from oscar_kernel.triton.extend import extend_attention
 from oscar_kernel.triton.plan import PlanBuffers, plan_tokens
 from oscar_kernel.triton.step_codes import StepCodes
-from oscar_kernel.triton.store import store_kv
+from oscar_kernel.triton.store import store_kv, store_step
 from oscar_kernel.triton.tuning import assuming
 
 REPORTED = tuple(key for key, row in ARCHITECTURES.items() if row.in_report)
@@ -312,7 +312,7 @@ def _run_all(heads, kv_group_num, dim, group_size=None, fold=True, cap=0.0, nati
 
     q, k, index = rows(bs, num_qo_heads), rows(bs, heads), torch.zeros(bs, dtype=torch.int64)
     buffers = DecodeBuffers.make(bs, made.num_items, num_qo_heads, layer.tensors)
-    store_kv(k, k, index, index, layer, return_rows=False, codes_later=True, q=q, queries=buffers.queries)
+    store_step(k, k, index, index, layer, q=q, queries=buffers.queries, codes_later=True)
     decode_attention(q, layer, made, 0.1, cap, out=torch.zeros_like(q), buffers=buffers, queries_ready=True)
     q, k, index = rows(64, num_qo_heads), rows(64, heads), torch.zeros(64, dtype=torch.int64)
     k, v = store_kv(k, k, index, index, layer)

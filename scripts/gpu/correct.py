@@ -16,7 +16,7 @@ from oscar_kernel.triton.check import fault
 from oscar_kernel.triton.decode import decode_attention
 from oscar_kernel.triton.extend import extend_attention
 from oscar_kernel.triton.step_codes import StepCodes
-from oscar_kernel.triton.store import store_kv
+from oscar_kernel.triton.store import store_kv, store_step
 from oscar_kernel.triton.tuning import Launch, architecture, decode_launch
 
 DECODE_ERROR = 5e-3
@@ -74,7 +74,7 @@ def check_step_codes(sizes: Sizes, device: str) -> str | None:
         _, _, loc, rows = layers[0][0]
         for (k, v, _, _), expected, got in layers:
             reference.store_kv(k, v, loc, rows, expected.cache, codec)
-            store_kv(k, v, loc, rows, got, return_rows=False, codes_later=True)
+            store_step(k, v, loc, rows, got, codes_later=True)
         StepCodes([got for _, _, got in layers]).write(loc, rows)
         for i, (_, expected, got) in enumerate(layers):
             if (sentence := _different(got.cache, expected.cache)) is not None:

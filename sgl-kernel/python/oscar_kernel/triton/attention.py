@@ -26,7 +26,7 @@ from oscar_kernel.triton.decode import DecodeBuffers, decode_attention, head_blo
 from oscar_kernel.triton.extend import extend_attention
 from oscar_kernel.triton.plan import PlanBuffers, TritonPlan, item_budget, item_count, num_sms, plan_tokens
 from oscar_kernel.triton.step_codes import StepCodes
-from oscar_kernel.triton.store import store_kv
+from oscar_kernel.triton.store import store_kv, store_step
 from oscar_kernel.triton.tuning import architecture, decode_launch
 
 Scratch = dict[int, DecodeBuffers]
@@ -172,17 +172,20 @@ class TritonDecode(BatchDecode):
         """`BatchDecode.run`; the store's launch prepares the queries too."""
         layers, layer = self._layers, self._layers.by_id[layer_id]
         scratch = self._scratch[layer.tensors.k.planes.query_width]
-        later = k is not None and layer_id in layers.shaped and self._plan.recent_tokens > 0
+        loc, rows, later = self._loc, self._rows, False
         if k is not None:
-            assert v is not None and self._loc is not None and self._rows is not None  # the caller's part, see `BatchDecode`
-            store_kv(k, v, self._loc, self._rows, layer, return_rows=False, codes_later=later, q=q, queries=scratch.queries)
+            if v is None or loc is None or rows is None:
+                raise ValueError(
+                    "BatchDecode.run: keys were given to write, expected values too and a plan with loc and window_rows"
+                )
+            later = layer_id in layers.shaped and self._plan.recent_tokens > 0
+            store_step(k, v, loc, rows, layer, q=q, queries=scratch.queries, codes_later=later)
         out = torch.empty(
             *q.shape[:2], layer.tensors.v.planes.dim, dtype=q.dtype if out_dtype is None else out_dtype, device=q.device
         )
         decode_attention(q, layer, self._plan, sm_scale, logit_cap, out=out, buffers=scratch, queries_ready=k is not None)
-        if later:
-            assert self._loc is not None and self._rows is not None
-            layers.stored(layer_id, self._loc, self._rows)
+        if later and loc is not None and rows is not None:
+            layers.stored(layer_id, loc, rows)
         return out
 
 

@@ -57,7 +57,7 @@ class SideTensors:
 
     Args:
         planes: geometry of a row.
-        index: [num_kv_heads] int32, rank of the clip threshold among a row's |x|.
+        clip_rank: [num_kv_heads] int32, rank of the clip threshold among a row's |x|.
         transform: [num_kv_heads, dim, dim], contiguous, or None (folded into the model's weights). float32 where that is exact,
             as an artifact's are: a decode step reads half the bytes; else float64.
         read_transform: [num_kv_heads, dim, dim] float32: of keys for queries; of values for outputs, or None.
@@ -67,7 +67,7 @@ class SideTensors:
     """
 
     planes: Planes
-    index: Tensor
+    clip_rank: Tensor
     transform: Tensor | None
     read_transform: Tensor | None
     mean: Tensor | None
@@ -80,7 +80,7 @@ class SideTensors:
         transform, shaping = side.transform, None if planes.native else side.shaping
         return cls(
             planes=planes,
-            index=clip_index(side.clip, planes.dim).to(side.clip.device, torch.int32).contiguous(),
+            clip_rank=clip_index(side.clip, planes.dim).to(side.clip.device, torch.int32).contiguous(),
             transform=_smallest(transform, torch.float32, torch.float64),
             read_transform=_as_type(side.read_transform, torch.float32),
             mean=None if transform is None else _as_type(side.mean, torch.float64),
@@ -118,11 +118,11 @@ class LayerTensors:
 
     @property
     def num_kv_heads(self) -> int:
-        return self.k.index.shape[0]
+        return self.k.clip_rank.shape[0]
 
     @property
     def device(self) -> torch.device:
-        return self.k.index.device
+        return self.k.clip_rank.device
 
 
 class TritonLayer:

@@ -1,7 +1,7 @@
 # ruff: noqa: E741 (l is the usual name of a softmax's sum)
 """Decode in Triton: one query a sequence against 2-bit rows and windows, split over the card, and one merge.
 
-Launches a layer: `store_kv` with the step's queries, then `decode_kernel` over the work list of `plan`. Partial states of a
+Launches a layer: `store_step` with the step's queries, then `decode_kernel` over the work list of `plan`. Partial states of a
 sequence are merged in the same launch, by the programs that finish last: the last of JOIN neighbouring items merges those, the
 last of such groups merges the groups (`_join`). One program alone would read all of a long sequence's states in turn, which
 takes longer than the attention itself. Where values have to be un-transformed, or the launch table says so, `merge_kernel` does
@@ -48,12 +48,12 @@ class Partial(NamedTuple):
 
     Args:
         out: [num_items, num_qo_heads, v_head_dim] float32, normalised. lse: [num_items, num_qo_heads] float32, in log 2.
-        arrived: [num_items + bs, programs an item] int32, zeros between launches, see `_join`.
+        done: [num_items + bs, programs an item] int32, zeros between launches, see `_join`.
     """
 
     out: Tensor
     lse: Tensor
-    arrived: Tensor
+    done: Tensor
 
 
 class DecodeBuffers(NamedTuple):
@@ -118,9 +118,9 @@ def _join(
 ):  # fmt: skip
     """Merge what can be merged now that this program's partial state is written; the last program writes the output.
 
-    partial.arrived: [num_items + bs, BLOCKS] int32, counts programs that are done: of each group of JOIN items (at its first),
-    and of a request's groups. Whoever completes a count sets it back to 0, so the next launch, a graph's replay too, finds
-    zeros. block: of arrived. first_head, num_heads: query heads of this program. out: `Rows`.
+    partial.done: [num_items + bs, BLOCKS] int32, programs done: of each group of JOIN items (at its first), and of a request's
+    groups. Whoever completes a count sets it back to 0, so the next launch, a graph's replay too, finds zeros.
+    block: of done. first_head, num_heads: query heads of this program. out: `Rows`.
     """
     first = tl.load(indptr_ptr + b)
     last = tl.load(indptr_ptr + b + 1)
@@ -129,9 +129,9 @@ def _join(
     stop = tl.minimum(start + JOIN, last)
     # All lanes' states must be out before the count says so.
     tl.debug_barrier()
-    done = tl.atomic_add(partial.arrived + start * BLOCKS + block, 1, sem="acq_rel")
-    if done == stop - start - 1:
-        tl.store(partial.arrived + start * BLOCKS + block, 0)
+    finished = tl.atomic_add(partial.done + start * BLOCKS + block, 1, sem="acq_rel")
+    if finished == stop - start - 1:
+        tl.store(partial.done + start * BLOCKS + block, 0)
         if last - first <= JOIN:
             for h in range(first_head, first_head + num_heads):
                 o, _ = _merged(partial, start, stop, 1, h, HEADS, V, JOIN)
@@ -145,9 +145,9 @@ def _join(
                 tl.store(partial.lse + start.to(tl.int64) * HEADS + h, lse)
             groups = (last - first + JOIN - 1) // JOIN
             tl.debug_barrier()
-            done = tl.atomic_add(partial.arrived + (num_items + b) * BLOCKS + block, 1, sem="acq_rel")
-            if done == groups - 1:
-                tl.store(partial.arrived + (num_items + b) * BLOCKS + block, 0)
+            finished = tl.atomic_add(partial.done + (num_items + b) * BLOCKS + block, 1, sem="acq_rel")
+            if finished == groups - 1:
+                tl.store(partial.done + (num_items + b) * BLOCKS + block, 0)
                 for h in range(first_head, first_head + num_heads):
                     o, _ = _merged(partial, first, last, JOIN, h, HEADS, V, JOIN)
                     _write_output(o, to + h * V.dim, V)
@@ -301,7 +301,7 @@ def decode_attention(
         sm_scale: factor on the logits. logit_cap: soft cap of the logits; 0 for none.
         out: [bs, num_qo_heads, v_head_dim], any float type, heads contiguous; None: a new float32 tensor.
         buffers: scratch; None: new.
-        queries_ready: buffers already hold the prepared queries, from `store.store_kv`; q gives the shape alone.
+        queries_ready: buffers already hold the prepared queries, from `store.store_step`; q gives the shape alone.
         launch: shape of the launch; None: from the table in `tuning`.
     Returns:
         out; rows of sequences without tokens are 0.

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 (Triton has no starred tuples)
 """Extend in Triton: new tokens of a ragged batch against their cached prefix and among themselves, in one kernel.
 

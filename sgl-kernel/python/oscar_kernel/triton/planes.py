@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """How the Triton kernels cut a row into planes, and how they unpack the codes of one.
 
 Byte b of a row holds channels b, b + Q, b + 2Q, b + 3Q (Q = head_dim / 4), so the codes at one place of all bytes are those of
@@ -64,12 +65,14 @@ class Planes(NamedTuple):
     @classmethod
     def of(cls, fmt: RowFormat | LosslessFormat) -> Planes:
         """Raises ValueError for a row that the kernels cannot read."""
-        native = isinstance(fmt, LosslessFormat)
+        native, group_size = isinstance(fmt, LosslessFormat), fmt.head_dim
         if isinstance(fmt, LosslessFormat) and fmt.dtype != "bfloat16":
             raise ValueError("oscar_kernel (Triton): the lossless debug format runs on the PyTorch reference only")
+        if isinstance(fmt, RowFormat) and fmt.group_size is not None:
+            group_size = fmt.group_size
         if fmt.head_dim % 16:
             raise ValueError(f"oscar_kernel (Triton): head_dim must be a multiple of 16, got head_dim={fmt.head_dim}")
-        quarter, group_size = fmt.head_dim // 4, fmt.group_size if isinstance(fmt, RowFormat) else fmt.head_dim
+        quarter = fmt.head_dim // 4
         piece = math.gcd(quarter, group_size)
         return cls(
             dim=fmt.head_dim,

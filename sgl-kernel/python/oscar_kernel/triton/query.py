@@ -47,10 +47,11 @@ class Queries(NamedTuple):
 
 
 class QueryTensors(NamedTuple):
-    """Queries to prepare: q, rows of the model. transform: [num_kv_heads, head_dim, head_dim] float32. out: written."""
+    """Queries to prepare: q, rows of the model. transform: [num_kv_heads, head_dim, head_dim] float32. out:
+    written."""
 
     q: Rows
-    transform: Tensor
+    transform: Tensor | None
     out: Queries
 
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """Codes of rows whose rounding errors are passed on from channel to channel (`oscar.format.codec`, "shaping"), in Triton.
 
 A launch of its own after the store, which has written everything but the codes: head_dim dependent steps want another shape of
@@ -72,7 +73,7 @@ class Chunks(NamedTuple):
 
 class ShapeSide(NamedTuple):
     """K or V of tokens whose codes are written. x: their rows in stored space, bfloat16. pool: in 32-bit words, written in
-    place. matrix: [num_kv_heads, dim, dim] float16 or float32; None where no errors are passed on."""
+    place. matrix: [num_kv_heads, dim, dim] float16 or float32, or None."""
 
     x: Rows
     pool: Rows
@@ -160,8 +161,9 @@ def shape_rows(x, row, matrix, written, TILE: tl.constexpr, SIDE: tl.constexpr):
         if c * LANES % SIDE.group_size == 0:
             word = tl.load(row + (SIDE.quarter // 4 + c * LANES // SIDE.group_size), mask=written, other=0)[:, None]
             centre, step = centre_and_step(word)
-            bound0, bound1, bound2 = centre - step, centre, centre + step
-            value0, value1 = centre - 1.5 * step, centre - 0.5 * step
+            # All as centre + factor * step: written shorter, the same numbers spill registers on sm_120.
+            bound0, bound1, bound2 = centre + -1.0 * step, centre + 0.0 * step, centre + 1.0 * step
+            value0, value1 = centre + -1.5 * step, centre + -0.5 * step
             value2, value3 = centre + 0.5 * step, centre + 1.5 * step
         for i in range(LANES):
             z = y - passed_on[c]

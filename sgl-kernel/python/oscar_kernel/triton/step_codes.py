@@ -1,7 +1,7 @@
 """The codes of a decode step's new tokens with error shaping: one launch for all layers, at the end of the step.
 
 head_dim dependent steps make a layer's launch take some 7 us however few tokens it has, and nothing waits for the codes: in the
-step that writes a token it is read from its window. So the stores of the step (`store.store_kv` with codes_later) write codes
+step that writes a token it is read from its window. So the stores of the step (`store.store_step` with codes_later) write codes
 rounded alone, and this launch replaces them, layers side by side. A token without a row in the windows would keep codes rounded
 alone: a row that decodes, but not the reference's bytes. Where there is no window of recent tokens each layer needs its own
 launch.

@@ -17,7 +17,7 @@ Bytes equal the reference's. What that takes, step by step:
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 import triton
@@ -44,7 +44,7 @@ class StoreSide(NamedTuple):
 
     Args:
         x: rows of the model. pool: in 32-bit words, written. window: written. out: for the stored rows in bfloat16, or None.
-        transform, mean: see `SideTensors`. rank: its `index`, a name that tuples have taken.
+        transform, mean, clip_rank: see `SideTensors`.
     """
 
     x: Rows
@@ -53,12 +53,12 @@ class StoreSide(NamedTuple):
     out: Rows | None
     transform: Tensor | None
     mean: Tensor | None
-    rank: Tensor
+    clip_rank: Tensor
 
     @classmethod
     def of(cls, x: Tensor, side: SideTensors, cache: SideCache, out: Tensor | None) -> StoreSide:
         pool, rows = Rows.of(cache.buffer.view(torch.int32)), None if out is None else Rows.of(out)
-        return cls(Rows.of(x), pool, Rows.of(cache.window), rows, side.transform, side.mean, side.index)
+        return cls(Rows.of(x), pool, Rows.of(cache.window), rows, side.transform, side.mean, side.clip_rank)
 
 
 @triton.jit
@@ -134,12 +134,12 @@ def _store_side(
         tl.store(at, row16, mask=written[:, None] & live[None, :])
     else:
         row = side.pool.ptr + (loc * side.pool.stride + head * (SIDE.row_bytes // 4))
-        _write_codes(bits, written, row, head, channel, live, side.rank, TILE, SIDE, CODES)
+        _write_codes(bits, written, row, head, channel, live, side.clip_rank, TILE, SIDE, CODES)
 
 
 @triton.jit
 def _write_codes(
-    bits, written, row, head, channel, live, index_ptr, TILE: tl.constexpr, SIDE: tl.constexpr, CODES: tl.constexpr
+    bits, written, row, head, channel, live, rank_ptr, TILE: tl.constexpr, SIDE: tl.constexpr, CODES: tl.constexpr
 ):  # fmt: skip
     """Clip, quantise and pack rows, given as float32 bits [TILE, columns]; row: [TILE] pointers to where each begins.
 
@@ -151,7 +151,7 @@ def _write_codes(
 
     # Clip threshold: the largest t with at most `rank` numbers below it is the rank-th smallest.
     magnitude = tl.where(live[None, :], x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FFFFFFF)
-    rank = tl.load(index_ptr + head)
+    rank = tl.load(rank_ptr + head)
     tau_bits = tl.zeros((TILE,), tl.int32)
     for i in range(18):
         trial = tau_bits | (1 << (30 - i))
@@ -209,44 +209,7 @@ def store_kernel(
             transform_queries(tl.program_id(0), head, query, num_tokens, HEADS, KV_GROUP_NUM, ROWS, QUERY_DEPTH, K)
 
 
-@overload
-def store_kv(
-    k: Tensor,
-    v: Tensor,
-    loc: Tensor,
-    window_rows: Tensor,
-    layer: TritonLayer,
-    *,
-    return_rows: Literal[True] = True,
-    codes_later: bool = False,
-    q: Tensor | None = None,
-    queries: Queries | None = None,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def store_kv(
-    k: Tensor,
-    v: Tensor,
-    loc: Tensor,
-    window_rows: Tensor,
-    layer: TritonLayer,
-    *,
-    return_rows: Literal[False],
-    codes_later: bool = False,
-    q: Tensor | None = None,
-    queries: Queries | None = None,
-) -> None: ...
-def store_kv(
-    k: Tensor,
-    v: Tensor,
-    loc: Tensor,
-    window_rows: Tensor,
-    layer: TritonLayer,
-    *,
-    return_rows: bool = True,
-    codes_later: bool = False,
-    q: Tensor | None = None,
-    queries: Queries | None = None,
-) -> tuple[Tensor, Tensor] | None:
+def store_kv(k: Tensor, v: Tensor, loc: Tensor, window_rows: Tensor, layer: TritonLayer) -> tuple[Tensor, Tensor]:
     """`oscar_kernel.reference.store_kv` in one launch, or two with error shaping; capturable.
 
     Args:
@@ -255,29 +218,62 @@ def store_kv(
         loc: [num_tokens] integer slots; a negative one is not written.
         window_rows: [num_tokens] integer rows of the windows; the last row, or a negative one, is not written.
         layer: its storage is written in place.
-        return_rows: whether attention among the new tokens follows; decode needs none.
-        codes_later: with error shaping, store codes rounded alone for now: `step_codes.StepCodes` follows.
-        q, queries: [num_tokens, num_qo_heads, head_dim] queries to prepare in the same launch, and where; both or neither.
     Returns:
-        k', v' in bfloat16, or None without return_rows.
+        k', v' in bfloat16, for attention among the new tokens.
     """
+    rows = _empty_rows(k), _empty_rows(v)
+    _store(k, v, loc, window_rows, layer, rows, layer.tensors.shaped)
+    return rows
+
+
+def store_step(
+    k: Tensor,
+    v: Tensor,
+    loc: Tensor,
+    window_rows: Tensor,
+    layer: TritonLayer,
+    *,
+    q: Tensor | None = None,
+    queries: Queries | None = None,
+    codes_later: bool = False,
+) -> None:
+    """The store of a decode step, whose attention reads the new tokens from their windows; capturable.
+
+    Args:
+        k, v, loc, window_rows, layer: as in `store_kv`.
+        q: [num_tokens, num_qo_heads, head_dim] queries to prepare in the same launch, into `queries`.
+        codes_later: with error shaping, store codes rounded alone for now: `step_codes.StepCodes` follows.
+    """
+    shaped = layer.tensors.shaped and not codes_later
+    rows = (_empty_rows(k), _empty_rows(v)) if shaped else None
+    _store(k, v, loc, window_rows, layer, rows, shaped, q, queries)
+
+
+def _empty_rows(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+
+
+def _store(
+    k: Tensor,
+    v: Tensor,
+    loc: Tensor,
+    window_rows: Tensor,
+    layer: TritonLayer,
+    rows: tuple[Tensor, Tensor] | None,
+    shaped: bool,
+    q: Tensor | None = None,
+    queries: Queries | None = None,
+) -> None:
+    """Launch the store. rows: for k' and v'. shaped: codes of sides with a matrix come from a launch of their own."""
     tensors, cache = layer.tensors, layer.cache
     num_tokens, num_kv_heads = k.shape[:2]
-    k, v = with_adjacent_heads(k), with_adjacent_heads(v)
-    rows: tuple[Tensor, Tensor] | None = None
-    shaped = tensors.shaped and not codes_later
-    if return_rows or shaped:
-        rows = (
-            torch.empty(k.shape, dtype=torch.bfloat16, device=k.device),
-            torch.empty(v.shape, dtype=torch.bfloat16, device=v.device),
-        )
     if num_tokens == 0:
-        return rows if return_rows else None
+        return
+    k, v = with_adjacent_heads(k), with_adjacent_heads(v)
     k_out, v_out = (None, None) if rows is None else rows
     tile = TOKENS_PER_TILE if num_tokens >= TOKENS_PER_TILE // 2 else 1
     blocks, heads, query = triton.cdiv(num_tokens, tile), num_kv_heads, None
-    if q is not None:
-        assert queries is not None  # both or neither
+    if q is not None and queries is not None:
         query = query_tensors(q, tensors, queries)
         blocks, heads = max(blocks, row_tiles(q, tensors)), q.shape[1]
     store_kernel[(blocks, num_kv_heads, 2 if query is None else 3)](
@@ -300,4 +296,3 @@ def store_kv(
     )
     if shaped and rows is not None:
         shape_codes(*rows, loc, layer)
-    return rows if return_rows else None

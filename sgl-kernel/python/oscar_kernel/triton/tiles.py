@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 # ruff: noqa: E741, RUF005 (l is the usual name of a softmax's sum; Triton has no starred tuples)
 """One tile of attention in Triton: over 2-bit rows, and over 16-bit rows. Decode and extend are loops around these two.
 
