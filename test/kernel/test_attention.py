@@ -5,6 +5,7 @@ One file runs every implementation, hence more than 400 lines: what one of them 
 
 import itertools
 import os
+import sys
 
 import pytest
 import torch
@@ -489,3 +490,28 @@ def test_extend_in_chunks_then_decode_steps(lossless, backend):
     for a, b in ((cache.k, ref.k), (cache.v, ref.v)):
         assert torch.equal(a.buffer, b.buffer)
         assert torch.equal(a.window[:num_rows], b.window[:num_rows])
+
+
+def test_a_token_passes_few_functions_of_ours():
+    """A layer of a decode step in the C++ library: the wrapper, store, decode, what they share; the backend adds one more."""
+    if cpu.library() is None:
+        pytest.skip("no C++ library")
+    codec = random_codec(2, 64, 64)
+    batch = batch_of([40, 9], 2, 2, 64, 64, codec)
+    decode = batch.layers("cpu").batch_decode()
+    loc = batch.req_to_token[torch.arange(2), torch.tensor([39, 8])].long()
+    decode.plan(batch.req_to_token, torch.arange(2), [40, 9], batch.maps, loc, batch.maps.rows_of(loc))
+    q, k, v = torch.randn(2, 4, 64), torch.randn(2, 2, 64), torch.randn(2, 2, 64)
+    decode.run(0, q, k, v, sm_scale=0.125)
+    passed = []
+
+    def note(frame, event, _):
+        if event == "call" and "oscar" in frame.f_code.co_filename and "test_attention" not in frame.f_code.co_filename:
+            passed.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        decode.run(0, q, k, v, sm_scale=0.125)
+    finally:
+        sys.setprofile(None)
+    assert len(passed) <= 7, passed

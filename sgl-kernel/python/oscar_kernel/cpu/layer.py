@@ -70,6 +70,7 @@ class CpuLayer:
         self._library = loaded()
         self._keep: list[Tensor] = []
         self._no_row = cache.k.window.shape[0] - 1
+        self._window_dtype, self._v_dim = codec.window_dtype, codec.v.fmt.head_dim
         self._layer = byref(
             structures.Layer(
                 num_kv_heads=codec.num_kv_heads,
@@ -113,8 +114,8 @@ class CpuLayer:
     def store(self, k: Tensor, v: Tensor, loc: Tensor, window_rows: Tensor) -> tuple[Tensor, Tensor]:
         """`reference.store_kv`; loc and window_rows contiguous int64."""
         k, v = _unit_stride(k), _unit_stride(v)
-        k_out = torch.empty(k.shape, dtype=self.codec.window_dtype)
-        v_out = torch.empty(v.shape, dtype=self.codec.window_dtype)
+        k_out = torch.empty(k.shape, dtype=self._window_dtype)
+        v_out = torch.empty(v.shape, dtype=self._window_dtype)
         (k_token, k_head, _), (v_token, v_head, _) = k.stride(), v.stride()
         args = Store(
             Rows(k.data_ptr(), DTYPES[k.dtype], 0, k_token, k_head),
@@ -158,7 +159,7 @@ class CpuLayer:
         """`reference.extend_attention`."""
         q = _unit_stride(q)
         args, out = self._attend(q, sm_scale, logit_cap)
-        k_new, v_new = (_unit_stride(x.to(self.codec.window_dtype)) for x in (k_new, v_new))
+        k_new, v_new = (_unit_stride(x.to(self._window_dtype)) for x in (k_new, v_new))
         indptr = (c_int64 * len(qo_indptr))(*qo_indptr)
         args.qo_indptr = ctypes.addressof(indptr)
         args.k_new, args.v_new = (
@@ -170,7 +171,7 @@ class CpuLayer:
 
     def _attend(self, q: Tensor, sm_scale: float, logit_cap: float) -> tuple[ctypes.Structure, Tensor]:
         """What decode and extend pass alike, and the output."""
-        out = torch.empty(q.shape[0], q.shape[1], self.codec.v.fmt.head_dim)
+        out = torch.empty(q.shape[0], q.shape[1], self._v_dim)
         token, head, _ = q.stride()
         args = Attend(Rows(q.data_ptr(), DTYPES[q.dtype], 0, token, head))
         args.out, args.sm_scale, args.logit_cap, args.num_threads = out.data_ptr(), sm_scale, logit_cap, torch.get_num_threads()
