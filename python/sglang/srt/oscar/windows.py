@@ -10,6 +10,8 @@ a row overwrites the second, so a stale pair can never agree: losing a row costs
 A step first asks for rows (`rows_for`), then plans what it reads, then records its own rows (`record`), since new tokens take
 over rows that its prefixes are still read from. A decode step reads its own token too, so it records first.
 
+Numbers are written with `fill_` and `index_fill_`: on a GPU an assignment of a Python number would copy it there and wait.
+
 Rows   0 .. num_requests * recent_tokens - 1    a ring for each request row: row = request * recent_tokens + position % recent
        then num_sink_rows                       handed out least recently used first, never one that a request still holds
        then one                                 takes writes that belong nowhere; no slot ever owns it
@@ -77,12 +79,12 @@ class Windows:
 
     def clear_slots(self, slots: Tensor) -> None:
         """Forget the rows of slots that were just allocated. slots [n] integer."""
-        self.maps.row_of_slot[slots.long()] = -1
+        self.maps.row_of_slot.index_fill_(0, slots.long(), -1)
 
     def move_slots(self, target: Tensor, source: Tensor) -> None:
         """Let rows follow slots that the engine moves. target, source [n] int64."""
         rows = self.maps.rows_of(source)
-        self.maps.row_of_slot[source] = -1
+        self.maps.row_of_slot.index_fill_(0, source, -1)
         self.record(target, rows)
 
     def rows_for(self, request: Tensor, position: Tensor, seq_len: Tensor, num_sinks: int) -> Tensor:
@@ -120,7 +122,7 @@ class Windows:
         maps = self.maps
         maps.row_of_slot[loc] = torch.where(rows == self.no_row, -1, rows).int()
         maps.slot_of_row[rows] = loc
-        maps.slot_of_row[self.no_row] = -1
+        maps.slot_of_row[self.no_row :].fill_(-1)
 
     def reserve_sinks(self, request: Tensor, seq_lens: list[int]) -> None:
         """Take the sink rows that decode steps will write, for sequences that are still shorter than the sink window.
@@ -149,9 +151,9 @@ class Windows:
         cached = torch.arange(slots.shape[1], device=slots.device) < torch.tensor(prefix_lens, device=slots.device).unsqueeze(1)
         rows = torch.where(cached, self.maps.rows_of(torch.where(cached, slots, 0)), self.no_row)
         index = torch.where(rows == self.no_row, self.num_sink_rows, rows - self.first_sink_row)
-        self._held[request] = self.num_sink_rows
+        self._held.index_fill_(0, request, self.num_sink_rows)
         self._held[request, : slots.shape[1]] = index
-        self._last_use[index] = self._step
+        self._last_use.index_fill_(0, index.flatten(), self._step)
         wanted = sum(min(prefix_lens[b], sinks) for b in started)
         if wanted:
             self.counters.add(wanted, (rows[started] != self.no_row).sum())
@@ -172,13 +174,13 @@ class Windows:
         self._step += 1
         # Requests hold at most half of the rows (SINK_SHARE), so the other half always has enough for every request row.
         age = self._last_use.clone()
-        age[self._held.flatten()] = torch.iinfo(torch.int64).max
+        age.index_fill_(0, self._held.flatten(), torch.iinfo(torch.int64).max)
         free = torch.topk(age[:-1], min(num_sinks, self.num_sink_rows), largest=False, sorted=False).indices
         rank = (is_sink.cumsum(0) - 1).clamp(0, free.shape[0] - 1)
         taken = torch.where(is_sink, free[rank], self.num_sink_rows)
-        self._last_use[taken] = self._step
+        self._last_use.index_fill_(0, taken, self._step)
         # Whoever wrote these rows last has lost them now, not when they are written: else a prefix hit in between would find
         # a row valid that this request is going to write.
-        self.maps.slot_of_row[self.first_sink_row + taken] = -1
+        self.maps.slot_of_row.index_fill_(0, self.first_sink_row + taken, -1)
         # What is no sink is written to the row of padding, which holds nothing.
         self._held[torch.where(is_sink, request, 0), position.clamp(0, self.maps.sink_tokens - 1)] = taken
