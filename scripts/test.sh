@@ -5,7 +5,8 @@ here="$(dirname "${BASH_SOURCE[0]}")"
 source "$here/install.sh" ".[test]"
 ruff check .
 ruff format --check --quiet .
+workers="$(env -u OMP_NUM_THREADS nproc)"  # which counts no more than OMP_NUM_THREADS
 # One thread a process: tests are small, and workers and their servers share the machine's cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # A file is run by one worker, since its tests share servers and models; test/conftest.py puts the longest files first.
-exec python -m pytest -q --numprocesses "$(nproc)" --dist loadfile --no-loadscope-reorder "$@"
+exec python -m pytest -q --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "$@"
