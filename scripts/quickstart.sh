@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a server with a 2-bit KV cache: install, calibrate the embedded model, serve it, ask it, show what was saved.
 set -euo pipefail
+# shellcheck source=install.sh
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh" "."
 model="$(python -m oscar model-path)"
 out="build/quickstart"
