@@ -257,8 +257,7 @@ class HostDecode(BatchDecode):
 
     def plan(self, req_to_token, req_pool_indices, kv_lens, maps, loc=None, window_rows=None) -> None:
         lens = kv_lens.tolist() if isinstance(kv_lens, Tensor) else kv_lens
-        self.read = plan_read(req_to_token, req_pool_indices, lens, maps)
-        self._made = self._convert(self.read)
+        self._made = self._convert(plan_read(req_to_token, req_pool_indices, lens, maps))
         self._loc, self._rows = _indices(loc), _indices(window_rows)
 
     def run(self, layer_id, q, k=None, v=None, *, sm_scale, logit_cap=0.0, out_dtype=None) -> Tensor:
@@ -276,8 +275,7 @@ class HostExtend(BatchExtend):
         self._convert = next(iter(layers.values())).plan
 
     def plan(self, req_to_token, req_pool_indices, prefix_lens, qo_indptr, maps, loc, window_rows) -> None:
-        self.read = plan_read(req_to_token, req_pool_indices, prefix_lens, maps)
-        self._made = self._convert(self.read)
+        self._made = self._convert(plan_read(req_to_token, req_pool_indices, prefix_lens, maps))
         self._qo_indptr = list(qo_indptr)
         self._loc, self._rows = loc.long().contiguous(), window_rows.long().contiguous()
         self._nowhere = torch.full_like(self._rows, maps.no_row)

@@ -22,7 +22,6 @@ class ReadPlan:
         window_mask: [bs, sink_tokens + recent_tokens] bool, window rows to read.
         window_positions: [bs, sink_tokens + recent_tokens] int64, positions they stand for.
         kv_lens: per sequence, on the host.
-        sink_tokens: how many of the window entries are sinks.
 
     Every position below a sequence's length is in exactly one of the two masks.
     """
@@ -33,7 +32,6 @@ class ReadPlan:
     window_mask: Tensor
     window_positions: Tensor
     kv_lens: list[int]
-    sink_tokens: int = 0
 
 
 def plan_read(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Sequence[int], maps: WindowMaps) -> ReadPlan:
@@ -64,4 +62,4 @@ def plan_read(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Sequence[
 
     packed_mask = torch.cat((inside, inside.new_zeros(len(kv_lens), 1)), dim=1)
     packed_mask.scatter_(1, torch.where(valid, positions, max_kv_len), False)
-    return ReadPlan(slots, packed_mask[:, :max_kv_len], rows, valid, positions, kv_lens, maps.sink_tokens)
+    return ReadPlan(slots, packed_mask[:, :max_kv_len], rows, valid, positions, kv_lens)
