@@ -28,7 +28,7 @@ from torch import Tensor
 
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
 from oscar.format.windows import WindowMaps
-from oscar_kernel import BatchDecode, Layers
+from oscar_kernel import BatchDecode, Layers, plan_read
 
 SETTLE_SECONDS = 0.003
 """Pause before a configuration's turn: idle threads of the one before spin for about a millisecond before they sleep."""
@@ -56,7 +56,7 @@ def int2(shape: Shape, slots: Tensor, q: Tensor, sinks: int, recent: int) -> tup
     def run(i):
         return decode.run(i % count, q, sm_scale=scale, out_dtype=torch.float32)
 
-    return Configuration("oscar int2", 2, num_bytes, count, run), lambda: relative_error(run(0), q, layers, decode, scale)
+    return Configuration("oscar int2", 2, num_bytes, count, run), lambda: relative_error(run(0), q, layers, slots, maps, scale)
 
 
 def bf16(shape: Shape, slots: Tensor, q: Tensor) -> Configuration:
@@ -69,15 +69,16 @@ def bf16(shape: Shape, slots: Tensor, q: Tensor) -> Configuration:
     return Configuration("oscar bf16", 16, num_bytes, count, run)
 
 
-def relative_error(out: Tensor, q: Tensor, layers: Layers, decode: BatchDecode, scale: float) -> float:
+def relative_error(out: Tensor, q: Tensor, layers: Layers, slots: Tensor, maps: WindowMaps, scale: float) -> float:
     """Largest error of a query head relative to its norm, against float64 on the same rows. First sequence, layer 0."""
-    cache, codec, plan = layers.cache(0), layers.codec(0), decode.read
-    slots, rows = plan.slots[0][plan.packed_mask[0]], plan.window_rows[0][plan.window_mask[0]]
+    cache, codec = layers.cache(0), layers.codec(0)
+    plan = plan_read(slots[:1], torch.arange(1), [slots.shape[1]], maps)
+    packed, rows = plan.slots[0][plan.packed_mask[0]], plan.window_rows[0][plan.window_mask[0]]
     queries = q[0].double().unflatten(0, (codec.num_kv_heads, -1))
     worst = 0.0
     for h, (query, got) in enumerate(zip(queries, out[0].double().unflatten(0, (codec.num_kv_heads, -1)), strict=True)):
         k, v = (
-            torch.cat((side.decode(stored.buffer[slots, h : h + 1])[:, 0].double(), stored.window[rows, h].double()))
+            torch.cat((side.decode(stored.buffer[packed, h : h + 1])[:, 0].double(), stored.window[rows, h].double()))
             for side, stored in ((codec.k, cache.k), (codec.v, cache.v))
         )
         expected = (query @ codec.k.read_transform[h].double() @ k.T * scale).softmax(-1) @ v
