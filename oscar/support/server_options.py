@@ -200,6 +200,7 @@ WORKS = {
     "served_model_name": _MANY,
     "stream_interval": _MANY,
     "quantization": _STARTUP + "test_quantized_weights_resolve",
+    "json_model_override_args": _STARTUP + "test_overrides_of_the_config_are_part_of_the_identity",
     "enable_multimodal": _STARTUP + "test_text_alone_of_a_model_that_also_sees_is_served",
     "disable_prefill_cuda_graph": _STARTUP + "test_prefill_graphs_are_off_before_memory_is_divided",
     "cuda_graph_config": _STARTUP + "test_graphs_of_a_card",

@@ -139,7 +139,7 @@ UNRELATED = (
     ),
     _group(
         "where the model comes from, and on which cards it runs",
-        "base_gpu_id gpu_id_step trust_remote_code download_dir revision json_model_override_args",
+        "base_gpu_id gpu_id_step trust_remote_code download_dir revision",
     ),
     _group(
         "images, audio and video, which no served model takes",

@@ -25,7 +25,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from oscar import support
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
 from oscar.format import artifact
-from oscar.format.identity import ModelIdentity
+from oscar.format.identity import ModelIdentity, rope_settings
 from oscar.format.side import LayerTransforms, Side
 
 GEOMETRY = {
@@ -60,7 +60,7 @@ def model(tmp_path_factory):
 def own_environment(monkeypatch, tmp_path):
     """Resolution sets variables and reads the cache folder of the user."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(artifact, "cache_path", lambda identity: tmp_path / f"{identity.fingerprint}.safetensors")
+    monkeypatch.setattr(artifact, "cache_path", lambda identity, suffix=".kvq": tmp_path / f"{identity.fingerprint}{suffix}")
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
@@ -272,13 +272,93 @@ def test_artifact_that_is_not_there_or_no_artifact(model, tmp_path):
     assert "broken.safetensors" in refusal(*start, str(broken))
 
 
-def test_missing_layers_need_the_flag(model, tmp_path):
+def saved_artifact(path, identity, layer_ids=(0, 1), scale=1.0):
+    """An artifact of plain rounding for a model with two KV heads; returns its path."""
     one = torch.ones(2)
-    eye = torch.eye(128).expand(2, 128, 128)
-    identity = ModelIdentity.from_path(model)
-    layers = {1: LayerTransforms(Side(eye, one), Side(eye, one))}
-    path = tmp_path / "part.safetensors"
-    artifact.save(artifact.Artifact(identity, "identity", 128, 4, 16, 0, layers), path)
+    dim = identity.head_dim
+    eye = torch.eye(dim).expand(2, dim, dim) * scale
+    layers = {i: LayerTransforms(Side(eye, one), Side(eye, one)) for i in layer_ids}
+    artifact.save(artifact.Artifact(identity, "identity", dim, 4, 16, 0, layers), path)
+    return path
+
+
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}}
+YARN |= {"max_position_embeddings": 8192}
+
+
+def test_overrides_of_the_config_are_part_of_the_identity(model, tmp_path):
+    """--json-model-override-args: the plain model's artifact is refused, that of a copy with such a config is taken."""
+    copy = config_folder(tmp_path / "copy", qwen3_config(), "Qwen3ForCausalLM")
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
+    config["rope_parameters"] |= YARN["rope_scaling"]
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    plain = saved_artifact(tmp_path / "plain.kvq", ModelIdentity.from_path(model))
+    theirs = saved_artifact(tmp_path / "copy.kvq", ModelIdentity.from_path(copy))
+    start = ("--model-path", model, "--kv-quant", "oscar", "--json-model-override-args", json.dumps(YARN), "--oscar-artifact")
+    assert "made for another model: rope is" in refusal(*start, str(plain))
+    assert settings_of(resolved(*start, str(theirs))).artifact_path == str(theirs)
+    assert "made for another model: rope is" in refusal(*start[:4], "--oscar-artifact", str(theirs))
+
+
+def test_config_that_is_calibrated_is_the_one_that_is_served(tiny_models):
+    from oscar.calibration.check import check
+    from oscar.calibration.options import CalibrationOptions
+
+    folder = tiny_models("Qwen3")
+    calibrated = check(CalibrationOptions(model=folder, json_model_override_args=YARN))[1]
+    served = ModelConfig(str(folder), model_override_args=json.dumps(YARN)).hf_config
+    assert served.rope_parameters["rope_type"] == "yarn" and "rope_theta" in served.rope_parameters
+    assert rope_settings(calibrated.rope_parameters) == rope_settings(served.rope_parameters)
+    assert calibrated.max_position_embeddings == served.max_position_embeddings == 8192
+
+
+def test_calibration_has_the_overrides(model):
+    start = ("--model-path", model, "--kv-quant", "oscar", "--oscar-calibrate", "never")
+    sentence = refusal(*start, "--json-model-override-args", json.dumps(YARN))
+    assert "--json-model-override-args" in sentence and "yarn" in sentence
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_artifact_under_the_name_of_weights_is_refused(given, tmp_path):
+    """SGLang reads every *.safetensors beside single-file weights as weights, whatever the cache."""
+    folder = config_folder(tmp_path, qwen3_config(), "Qwen3ForCausalLM")
+    saved_artifact(tmp_path / "a.kvq", ModelIdentity.from_path(folder)).rename(tmp_path / "oscar.safetensors")
+    more = ("--oscar-artifact", str(tmp_path / "oscar.safetensors")) if given else ()
+    sentence = refusal("--model-path", folder, "--kv-quant", "oscar", *more)
+    assert "is loaded as weights; name it" in sentence and str(tmp_path / "oscar.kvq") in sentence
+
+
+def test_weight_loader_does_not_see_the_artifact(tiny_models, tmp_path):
+    """SGLang's list of the weight files of a model without an index, beside which an artifact lies."""
+    import shutil
+
+    from sglang.srt.model_loader.weight_utils import filter_duplicate_safetensors_files
+
+    def weights():
+        files = filter_duplicate_safetensors_files(
+            [str(file) for file in folder.glob("*.safetensors")], str(folder), "model.safetensors.index.json"
+        )
+        return sorted(Path(file).name for file in files)
+
+    folder = shutil.copytree(tiny_models("Qwen3"), tmp_path / "model")
+    saved_artifact(folder / "oscar.kvq", ModelIdentity.from_path(folder))
+    assert weights() == ["model.safetensors"]
+    shutil.copy(folder / "oscar.kvq", folder / "oscar.safetensors")
+    assert weights() == ["model.safetensors", "oscar.safetensors"], "the reason why that name is refused is gone"
+
+
+def test_singular_transform_is_refused(model, tmp_path, monkeypatch):
+    from oscar.format import linalg
+
+    with monkeypatch.context() as patch:
+        patch.setattr(linalg, "singular", lambda _: None)
+        path = saved_artifact(tmp_path / "a.kvq", ModelIdentity.from_path(model), scale=0.0)
+    sentence = refusal("--model-path", model, "--kv-quant", "oscar", "--oscar-artifact", str(path))
+    assert "layers.0.k_transform, head 0: expected a matrix that can be inverted" in sentence
+
+
+def test_missing_layers_need_the_flag(model, tmp_path):
+    path = saved_artifact(tmp_path / "part.kvq", ModelIdentity.from_path(model), (1,))
     start = ("--model-path", model, "--kv-quant", "oscar", "--oscar-artifact", str(path))
     sentence = refusal(*start)
     assert "found none of layer 0; give --oscar-allow-native-layers" in sentence and str(path) in sentence
@@ -334,7 +414,7 @@ def test_failed_calibration_ends_the_start(model, monkeypatch, capfd):
 def test_calibration_that_works_is_used(model, monkeypatch, found_artifact, tmp_path):
     output = tmp_path / "made.safetensors"
     monkeypatch.setattr(artifact, "find", lambda *_: None)
-    monkeypatch.setattr(artifact, "cache_path", lambda _: output)
+    monkeypatch.setattr(artifact, "cache_path", lambda *_: output)
     script = "import sys; open(sys.argv[1], 'w').write('x')"
     monkeypatch.setattr(find_artifact, "calibrate_command", lambda *_: [sys.executable, "-c", script, str(output)])
     assert settings_of(resolved("--model-path", model, "--kv-quant", "oscar")).artifact_path == str(output)
@@ -346,7 +426,7 @@ def test_no_room_for_the_cache_file(model, monkeypatch, tmp_path):
     assert "1 MiB are free" in sentence and "--oscar-artifact FILE" in sentence
     file = tmp_path / "file"
     file.write_text("")
-    monkeypatch.setattr(artifact, "cache_path", lambda _: file / "a.safetensors")
+    monkeypatch.setattr(artifact, "cache_path", lambda *_: file / "a.kvq")
     assert "cache folder" in refusal("--model-path", model, "--kv-quant", "oscar")
 
 
