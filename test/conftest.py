@@ -9,6 +9,7 @@ import torch
 
 LONGEST_FIRST = (
     "serving/test_serving.py",
+    "serving/test_life_cycle.py",
     "kernel/test_triton.py",
     "serving/test_path_gpu.py",
     "test_types.py",

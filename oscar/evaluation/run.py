@@ -197,7 +197,7 @@ def _ask(server: Endpoint, tasks: dict[str, list[Task]], identity, options: Eval
         with steps.step(f"{kind}, HTTP", sum(task.num_tokens for task in asked)) as advance:
             graded[kind] = server.score(asked, advance)
     said = server.cache(identity, options.context)
-    return _entry(None, None, graded, options.chosen_tasks) | said
+    return _entry(None, None, graded, options.chosen_tasks) | said | server.lengths()
 
 
 def _at_chance(methods: dict[str, dict]) -> list[str]:

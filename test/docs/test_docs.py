@@ -21,7 +21,7 @@ from oscar.format.codec import RowFormat
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-GENERATED = ("support.md", "gpu_compile_report.md")
+GENERATED = ("support.md", "server-options.md", "gpu_compile_report.md")
 SHELL = ("", "bash", "sh", "console")
 """Languages of fenced blocks that hold command lines."""
 OURS = ("oscar", "python", "bash", "sglang")

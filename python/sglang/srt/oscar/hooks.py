@@ -104,15 +104,6 @@ def get_internal_state(result, self, *args, **kwargs):
     return result
 
 
-def refuse_weight_update(original, self, recv_req, *, output):
-    """AROUND the weight updates of a running server: the value transform is folded into the old weights, and the artifact
-    belongs to them."""
-    if get_runtime(self.tp_worker.model_runner.server_args) is None:
-        return original(self, recv_req)
-    message = "--kv-quant oscar: weights cannot be changed under a 2-bit cache calibrated for the old ones; restart the server"
-    return output(success=False, message=message)
-
-
 def _kv_heads(kvc) -> int:
     return kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
 

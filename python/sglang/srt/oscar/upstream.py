@@ -29,6 +29,8 @@ class Symbol:
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _INTERNAL_STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
 _WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_FRONT = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
@@ -125,19 +127,58 @@ SYMBOLS = [
         for name in ("alloc", "alloc_extend", "alloc_decode")
     ),
     Symbol(f"{_INTERNAL_STATE}.get_internal_state", "wrapped: figures in /server_info", ("recv_req",)),
+    Symbol("sglang.srt.plugins.hook_registry.HookRegistry._patched", "tells which hooks were taken"),
+    # Life cycle (life_cycle.py)
     *(
         Symbol(f"{_WEIGHT_UPDATER}.{name}", "wrapped: refuses new weights under an old artifact", ("recv_req",))
         for name in (
+            "begin_weight_update",
+            "destroy_weights_update_group",
+            "end_weight_update",
+            "init_weights_update_group",
             "update_weights_from_disk",
             "update_weights_from_distributed",
-            "update_weights_from_tensor",
             "update_weights_from_ipc",
+            "update_weights_from_tensor",
         )
     ),
-    Symbol("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqOutput", "answers a refused weight update"),
-    Symbol("sglang.srt.managers.io_struct.UpdateWeightsFromDistributedReqOutput", "answers a refused weight update"),
-    Symbol("sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqOutput", "answers a refused weight update"),
-    Symbol("sglang.srt.managers.io_struct.UpdateWeightsFromIPCReqOutput", "answers a refused weight update"),
+    *(
+        Symbol(f"{_WEIGHT_UPDATER}.{name}", "wrapped: refuses to write folded weights out", ("params",))
+        for name in ("save_remote_model", "save_sharded_model")
+    ),
+    *(
+        Symbol(f"{_FRONT}.{name}", "wrapped: a refusal that the client sees", ("obj", "request"))
+        for name in (
+            "begin_weight_update",
+            "check_weights",
+            "destroy_weights_update_group",
+            "end_weight_update",
+            "get_weights_by_name",
+            "init_weights_send_group_for_remote_instance",
+            "init_weights_update_group",
+            "release_memory_occupation",
+            "resume_memory_occupation",
+            "send_weights_to_remote_instance",
+            "update_weights_from_distributed",
+            "update_weights_from_ipc",
+            "update_weights_from_tensor",
+        )
+    ),
+    Symbol(f"{_TOKENIZER}.update_weights_from_disk", "wrapped: a refusal that the client sees", ("obj", "request")),
+    Symbol(f"{_TOKENIZER}._validate_one_request", "wrapped: refuses prompts that end the scheduler", ("obj", "input_ids")),
+    *(
+        Symbol(f"sglang.srt.managers.io_struct.{name}ReqOutput", "answers a refused weight update")
+        for name in (
+            "BeginWeightUpdate",
+            "DestroyWeightsUpdateGroup",
+            "EndWeightUpdate",
+            "InitWeightsUpdateGroup",
+            "UpdateWeightFromDisk",
+            "UpdateWeightsFromDistributed",
+            "UpdateWeightsFromIPC",
+            "UpdateWeightsFromTensor",
+        )
+    ),
     Symbol("sglang.srt.runtime_context.get_parallel", "rank and size of tensor parallelism", ()),
     Symbol("sglang.srt.runtime_context.get_schedule", "max_running_requests", ()),
     Symbol("sglang.srt.runtime_context.get_serving", "name of the model in metrics", ()),

@@ -111,7 +111,7 @@ def weight_bytes(model_path: str) -> int:
     """Size of the weight files in a model folder; 0 where it is not a folder."""
     folder = Path(model_path)
     for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf"):
-        sizes = [file.stat().st_size for file in folder.glob(pattern) if file.name != "oscar.safetensors"]
+        sizes = [file.stat().st_size for file in folder.glob(pattern)]
         if sizes:
             return sum(sizes)
     return 0
