@@ -7,6 +7,7 @@ import html
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -126,7 +127,7 @@ def draw(report: dict) -> bytes:
     sinks, recent = report["windows"]
     figure.suptitle(f"{report['model']}, context {report['context']:,}, windows {sinks} + {recent} in 16 bits")
     grid = figure.add_gridspec(rows, 2 * columns)  # in halves, so that an odd last panel stands in the middle
-    curves = {}
+    curves: dict[str, Any] = {}
     for i, panel in enumerate(panels):
         first = 2 * (i % columns) + (1 if len(panels) % columns and i == len(panels) - 1 else 0)
         axis = figure.add_subplot(grid[i // columns, first : first + 2])
@@ -135,7 +136,12 @@ def draw(report: dict) -> bytes:
         curves |= dict(zip(labels, handles, strict=True))
     # One legend for all panels, where no curve is.
     figure.legend(
-        curves.values(), curves, loc="outside lower center", ncols=max(1, min(len(curves), 5)), frameon=False, fontsize=8
+        list(curves.values()),
+        list(curves),
+        loc="outside lower center",
+        ncols=max(1, min(len(curves), 5)),
+        frameon=False,
+        fontsize=8,
     )
     if not panels:
         figure.text(0.5, 0.5, "nothing to draw: text and retrieval were not measured", ha="center", color="grey")
