@@ -21,13 +21,13 @@ class PlanOptions(Options):
     memory_gib: float | None = field(
         default=None, metadata=option("memory for the KV cache in GiB: prints what fits in it", metavar="G")
     )
-    context: int | Sequence[int] = field(
-        default=config.DEFAULT_PLAN_CONTEXTS,
+    context: int | Sequence[int] | None = field(
+        default=None,
         metadata=option(
             "tokens of one request; repeatable",
             metavar="N",
             many="repeat",
-            default_is=", ".join(map(str, config.DEFAULT_PLAN_CONTEXTS)),
+            default_is=f"those of {', '.join(map(str, config.DEFAULT_PLAN_CONTEXTS))} that the model reaches, and its longest",
         ),
     )
     group_size: int | None = field(default=None, metadata=GROUP_SIZE)
@@ -37,8 +37,8 @@ class PlanOptions(Options):
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """`context`, always several."""
-        return (self.context,) if isinstance(self.context, int) else tuple(self.context)
+        """`context`, always several; none where the model decides."""
+        return (self.context,) if isinstance(self.context, int) else tuple(self.context or ())
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def plan(options: PlanOptions) -> CachePlan:
         recent_tokens=recent,
         skip_layers=skipped,
     )
-    identity, _ = check(calibration)
+    identity, model_config = check(calibration)
     if options.memory_gib is not None and options.memory_gib <= 0:
         raise OscarError(f"memory must be positive, got {options.memory_gib} GiB")
     if bad := [n for n in options.contexts if n <= 0]:
@@ -154,7 +154,16 @@ def plan(options: PlanOptions) -> CachePlan:
         bits_per_element=sizing.bits_per_element(k, v, len(skipped) / identity.num_layers),
         window_bytes=window,
         window_rows=sizing.window_rows(*windows),
-        contexts=tuple(map(request, options.contexts)),
+        contexts=tuple(map(request, options.contexts or _reached(model_config))),
         memory_gib=options.memory_gib,
         skip_layers=skipped,
     )
+
+
+def _reached(model_config) -> tuple[int, ...]:
+    """The default request lengths up to the model's context length, and that length where it is less than the longest."""
+    longest = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    asked = config.DEFAULT_PLAN_CONTEXTS
+    if longest is None or longest >= asked[-1]:
+        return asked
+    return tuple(sorted({n for n in asked if n < longest} | {longest}))

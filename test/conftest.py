@@ -115,6 +115,15 @@ def make_tokenizer():
 
 
 @pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of a real model, which scripts/test.sh makes; a skip where its package cannot be had."""
+    folder = Path(__file__).parents[1] / "build" / "models" / "smollm2"
+    if not folder.is_dir():
+        pytest.skip("no build/models/smollm2; python scripts/real_model.py smollm2 makes it")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory):
     """Returns folder(family="Qwen3", chat=False, **config changes): a saved model, made once a session."""
     made: dict[tuple, Path] = {}
