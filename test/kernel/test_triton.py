@@ -40,6 +40,11 @@ DECODE_ERROR = 2e-3
 EXTEND_ERROR = 1.2e-2
 """The same for extend, whose queries and weights are bfloat16 against 16-bit rows; measured 6e-3."""
 
+if INTERPRETED:
+    import quick_interpreter
+
+    quick_interpreter.install()
+
 if INTERPRETED or ON_CARD:
     import triton.language as tl
 
@@ -155,6 +160,26 @@ def test_under_the_interpreter():
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     print(done.stdout[-4000:])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="asks the interpreter")
+def test_the_quick_interpreter_computes_the_same():
+    """A step of prompts and a decode step of two layers, in it and in Triton's own."""
+
+    def outs_and_caches():
+        model = Served("triton", {1: codec_of(1, 32, 32, fold=True, shaping="kv"), 4: codec_of(1, 32, 32, shaping="v")})
+        model.extend([6, 1])
+        model.decode()
+        caches = [side for i in model.layers.by_id for side in (model.layers.cache(i).k, model.layers.cache(i).v)]
+        return [*model.outs, *(x for side in caches for x in (side.buffer, side.window))]
+
+    quick = outs_and_caches()
+    quick_interpreter.remove()
+    try:
+        own = outs_and_caches()
+    finally:
+        quick_interpreter.install()
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(quick, own, strict=True))
 
 
 # heads, K and V width, groups, other options
