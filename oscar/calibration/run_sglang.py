@@ -38,12 +38,13 @@ from oscar.format import artifact as artifacts
 from oscar.format.artifact import Artifact
 from oscar.format.identity import ModelIdentity
 from oscar.format.side import LayerTransforms, kv_heads_of_rank
+from oscar.methods import attended
 from oscar.methods.statistics import MomentSums
 
 MODULE = "sglang.srt.oscar.capture"
 CONTEXT_MARGIN = 8
 """Tokens of the context that a sequence must leave free: SGLang keeps some for the answer and for itself."""
-_HOW = {"q_moment": "sum", "v_score_moment": "sum", "output_moment": "mean"}
+_HOW = {"q_moment": "sum", "v_score_moment": "sum", "output_moment": "mean"} | dict.fromkeys(attended.SUMS, "sum")
 """What becomes of several ranks' values of one KV head, where they are not equal."""
 
 

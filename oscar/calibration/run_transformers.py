@@ -52,14 +52,18 @@ class LayerCapture:
     logit_cap: float | None
     output_weight: Tensor | None = None
 
-    def tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(q, k, v, output), each [real tokens, heads, dim], padding left out."""
-        return (
-            self.q.transpose(1, 2)[self.real],
-            self.k.transpose(1, 2)[self.real],
-            self.v.transpose(1, 2)[self.real],
-            self.output[self.real],
-        )
+    def tokens(self, sequence: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(q, k, v, output), each [real tokens, heads, dim], padding left out; of all sequences in turn, or of one."""
+        rows = slice(None) if sequence is None else slice(sequence, sequence + 1)
+        real = self.real[rows]
+        q, k, v = (x[rows].transpose(1, 2)[real] for x in (self.q, self.k, self.v))
+        return q, k, v, self.output[rows][real]
+
+    @property
+    def how(self) -> dict:
+        """How attention was computed, as the keyword arguments of `oscar.methods.attended.attended`."""
+        names = ("sm_scale", "output_weight", "sliding_window", "logit_cap")
+        return {name: getattr(self, name) for name in names}
 
 
 def check_supported(config) -> None:

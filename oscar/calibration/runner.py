@@ -61,6 +61,8 @@ class TransformersRunner:
             # In parts: the float64 copies of a long sequence would outgrow the forward pass.
             for part in zip(*(x.split(TOKENS_AT_ONCE) for x in capture.tokens()), strict=True):
                 sums.add(*part)
+            for sequence in range(len(capture.real)):
+                sums.attend(*capture.tokens(sequence), **capture.how)
 
         self._run(add, sequences, "statistics")
         statistics = {i: sums.finish() for i, sums in moments.items()}

@@ -16,6 +16,9 @@ from oscar.methods.statistics import symmetrise
 SHRINKAGE = 1e-3
 """How far `balance` shrinks correlations towards none: a small calibration set does not know its weakest directions."""
 
+BALANCED = 0.25
+"""Exponent of `balance` at which cost and covariance of the stored rows are one matrix."""
+
 FLOOR = 0.1
 """Least weight of a direction in `shape_noise`, in units of the mean weight: else all error would go where the calibration text
 never looked."""
@@ -41,7 +44,7 @@ def rotate(moment: Tensor, share_heads: bool = False, parts: str = "UHP") -> Ten
     return result.expand(num_kv_heads, d, d).contiguous()
 
 
-def balance(cost: Tensor, covariance: Tensor) -> Tensor:
+def balance(cost: Tensor, covariance: Tensor, exponent: float = BALANCED) -> Tensor:
     """The map after which four equal levels cost least: T with T^-1 cost T^-T = T^T covariance T, of flat diagonal.
 
     A row x is stored as x T. Its quantization error is about white with a power proportional to the row's, so it costs
@@ -65,14 +68,14 @@ def balance(cost: Tensor, covariance: Tensor) -> Tensor:
     vectors = eigenvectors(product)
     values = torch.diagonal(vectors.mT @ product @ vectors, dim1=-2, dim2=-1)
     values = torch.maximum(values, 1e-12 * values.amax(-1, keepdim=True).clamp(min=1e-200))
-    t = torch.linalg.solve_triangular(lower.mT, vectors * values.pow(0.25).unsqueeze(-2), upper=True)
+    t = torch.linalg.solve_triangular(lower.mT, vectors * values.pow(exponent).unsqueeze(-2), upper=True)
     d = t.shape[-1]
     t = t[..., scattered(d)] @ equaliser(d)
     power = torch.diagonal(t.mT @ c @ t, dim1=-2, dim2=-1).sum(-1) / torch.diagonal(c, dim1=-2, dim2=-1).sum(-1)
     return (t / power.sqrt()[:, None, None]).contiguous()
 
 
-def shape_noise(transform: Tensor, cost: Tensor) -> Tensor:
+def shape_noise(transform: Tensor, cost: Tensor, floor: float = FLOOR) -> Tensor:
     """Shaping matrix of a side: with it, errors e of x T cost the sum of D_i * (fresh rounding error of channel i)^2.
 
     The cost in the stored space, M' = T^-1 cost T^-T scaled to mean diagonal 1, with FLOOR on every direction, factors as
@@ -91,7 +94,7 @@ def shape_noise(transform: Tensor, cost: Tensor) -> Tensor:
     stored = symmetrise(inverse @ cost @ inverse.mT)
     mean = torch.diagonal(stored, dim1=-2, dim2=-1).mean(-1)[:, None, None]
     one = torch.eye(stored.shape[-1], dtype=torch.float64)
-    weight = torch.where(mean > 0, stored / mean.clamp(min=1e-300), one) + FLOOR * one
+    weight = torch.where(mean > 0, stored / mean.clamp(min=1e-300), one) + floor * one
     lower = torch.linalg.cholesky(weight.flip(-1, -2))
     upper = (lower / torch.diagonal(lower, dim1=-2, dim2=-1).unsqueeze(-2)).flip(-1, -2)
     return upper.triu(1).half().to(upper.dtype)

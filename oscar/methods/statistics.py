@@ -7,6 +7,7 @@ many tokens are read. Sums of float64 outer products do not care how tokens were
     C_k    = mean of k^T k, C_v = mean of v^T v, and the means of k and v           MomentSums
     C_s    = mean over query rows of (S V)^T (S V) = V^T S^T S V / rows             MomentSums
     W_o    = mean over a KV head's query heads of W_h^T W_h, out of the weights     output_moment
+    attended moments: the same, weighted by what attention makes of an error        attended.py
     C_sst  = sum_t w_t v_t^T v_t / sum_t w_t,  w_t = k_t C_q k_t^T                  SurrogateSums, a second pass
 
 C_s is the paper's value target with the true causal softmax S. `V^T S^T S V` is the second moment of attention's own
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from oscar.errors import OscarError
+from oscar.methods import attended
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class LayerStatistics:
         v_surrogate_moment: [num_kv_heads, v_head_dim, v_head_dim], C_sst; None without the second pass.
         output_moment: [num_kv_heads, v_head_dim, v_head_dim], W_o: an error x of a head's output costs x W_o x^T after the
             output projection; None where the model's projection was not found or is quantised.
+        attended_q_moment, attended_k_moment, attended_k_mean, attended_v_moment, attended_output_moment: the same weighted by
+            what attention makes of an error (`oscar.methods.attended`), costs in no particular unit; None where they were not
+            taken, or no sequence was long enough.
     """
 
     num_tokens: int
@@ -51,6 +56,11 @@ class LayerStatistics:
     v_score_moment: Tensor
     v_surrogate_moment: Tensor | None = None
     output_moment: Tensor | None = None
+    attended_q_moment: Tensor | None = None
+    attended_k_moment: Tensor | None = None
+    attended_k_mean: Tensor | None = None
+    attended_v_moment: Tensor | None = None
+    attended_output_moment: Tensor | None = None
 
     def with_surrogate(self, moment: Tensor) -> LayerStatistics:
         """These statistics with the second pass's result in them."""
@@ -108,6 +118,10 @@ class MomentSums:
             check_finite(value, self.layer_id, _SIDES[name])
         self.merge(added, k.shape[1], q.shape[1])
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, **how) -> None:
+        """Count one whole sequence into the attended moments; arguments as in `attended.attended`. Call `add` for it too."""
+        self.merge(attended.attended(q, k, v, output, **how), 0, 0)
+
     def merge(self, sums: dict[str, Tensor], num_tokens: int, num_query_rows: int) -> None:
         """Add sums made elsewhere, for the same heads: names and shapes of `sums`, float64, not divided by anything."""
         self.num_tokens += num_tokens
@@ -124,8 +138,8 @@ class MomentSums:
         if not self.num_tokens:
             raise ValueError(f"layer {self.layer_id}: expected at least one real token, got none")
         per_query = ("q_moment", "v_score_moment")
-        rows = {name: self.num_query_rows if name in per_query else self.num_tokens for name in self.sums}
-        means = {name: (value / rows[name]).cpu() for name, value in self.sums.items()}
+        rows = {name: self.num_query_rows if name in per_query else self.num_tokens for name in _SIDES}
+        means = {name: (self.sums[name] / count).cpu() for name, count in rows.items()} | attended.finish(self.sums)
         means |= {name: symmetrise(value) for name, value in means.items() if name.endswith("moment")}
         return LayerStatistics(num_tokens=self.num_tokens, output_moment=self.output_moment, **means)
 

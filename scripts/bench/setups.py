@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import stress
 from transformers import AutoConfig, AutoTokenizer
 
 from oscar import config
-from oscar.calibration import text
+from oscar.calibration import sources, text
 from oscar.calibration.calibrate import collect
+from oscar.calibration.check import max_length
 from oscar.calibration.load_model import load_model
 from oscar.calibration.options import CalibrationOptions
 from oscar.embedded import embedded_model
@@ -56,6 +58,16 @@ def label(name: str, cache: dict | None) -> str:
     return f"{method}, " + (f"windows {sizes[0]}/{sizes[1]}" if any(sizes) else "no windows")
 
 
+def calibration_text(folder: Path, tokens: int, files: Collection[str] = ()) -> list[text.Sequence]:
+    """Calibration text of so many tokens: out of files ("FILE" or "FILE:TOKENS" each), or else written by the model."""
+    if not files:
+        return written_text(folder, tokens)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    longest = max_length(CalibrationOptions(folder), AutoConfig.from_pretrained(folder))
+    wanted = sources.parse(files, tokens)
+    return [one for source in wanted for one in sources.sequences(source, tokenizer, longest, config.DEFAULT_SEED)]
+
+
 def written_text(folder: Path, tokens: int) -> list[text.Sequence]:
     """Calibration text of so many tokens that the model writes itself; the same for the same model."""
     model = load_model(folder, AutoConfig.from_pretrained(folder), "float32", "cpu")
@@ -91,5 +103,5 @@ class Subject:
         return cls(folder, model, tokenizer, identity, options, layers)
 
     def documents(self, tokens: int, most: int) -> list:
-        """At most so many held-out documents, each of `tokens` tokens."""
-        return read_documents([Path(self.folder) / file for file in HELD_OUT], self.tokenizer, tokens, most)
+        """At most so many documents of the embedded model's held-out prose and code, each of `tokens` tokens."""
+        return read_documents([embedded_model() / file for file in HELD_OUT], self.tokenizer, tokens, most)

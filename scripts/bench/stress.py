@@ -113,16 +113,18 @@ def apply(name: str, model, passage: Tensor) -> float:
 
     Args:
         name: in VARIANTS.
-        model: a Qwen3 model of the library in float32.
+        model: a Qwen3 model of the library in float32; any model for "plain".
         passage: [num_tokens] int64 of running text, to find offsets in and to compare logits on.
     Returns:
         The largest change of a logit over the passage.
     Raises:
-        ValueError: no such variant, or not a float32 Qwen3 model without projection biases.
+        ValueError: no such variant; or, for any but "plain", not a float32 Qwen3 model without projection biases.
         RuntimeError: the outputs changed by more than TOLERANCE.
     """
     if name not in VARIANTS:
         raise ValueError(f"stress: variant must be one of {', '.join(VARIANTS)}, got {name!r}")
+    if name == "plain":
+        return 0.0
     kind, dtype = getattr(model.config, "model_type", None), model.dtype
     if kind != "qwen3" or dtype != torch.float32 or model.config.attention_bias:
         raise ValueError(f"stress: expected a Qwen3 model in float32 without projection biases, got {kind} in {dtype}")

@@ -89,6 +89,8 @@ class Capture:
             sums = self.sums_of(i)
             if isinstance(sums, MomentSums):
                 sums.add(q, k, v, output)
+                if not any(forward_batch.extend_prefix_lens_cpu):  # of a chunked prompt, the first part: later ones lack keys
+                    sums.attend(q, k, v, output, **self.whole_sequence(module, q, k, v, output).how)
             elif isinstance(sums, SurrogateSums):
                 sums.add(k, v)
             elif sums is not None:
