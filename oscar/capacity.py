@@ -10,7 +10,7 @@ from oscar import config
 from oscar.errors import OscarError
 from oscar.options import GROUP_SIZE, MODEL, Options, option, recent_tokens, sink_tokens, skip_layers
 
-_COUNTED = "counted with each request slot"
+_COUNTED = "counted with each request"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RequestPlan:
 
     Attributes:
         tokens: of a request.
-        bytes: of its cache in 2 bits, windows included. bytes_16_bit: in 16 bits.
+        bytes: of its cache in 2 bits, windows and whole pages included. bytes_16_bit: in 16 bits.
         ratio: of the two, how many times fewer.
         requests, requests_16_bit: how many such requests the memory holds; None where no memory was given.
     """
@@ -68,7 +68,7 @@ class CachePlan:
         bytes_per_token, bytes_per_token_16_bit: of one token in the pool, over all layers.
         ratio: of the two, how many times fewer.
         bits_per_element: of one number of K or V in the pool, codes and metadata, mean over layers.
-        window_bytes: that a request slot takes for its windows. window_rows: their number.
+        window_bytes: that the windows of a long request take. window_rows: their rows.
         contexts: one for each length of a request.
         memory_gib: memory for the cache in GiB, or None.
         skip_layers: layers that stay in 16 bits.
@@ -89,7 +89,7 @@ class CachePlan:
         lines = [
             f"bytes per token: {self.bytes_per_token:,} in 2 bits, {self.bytes_per_token_16_bit:,} in 16 bits "
             f"({self.ratio:.2f} times fewer); {self.bits_per_element:.3f} bits per element{native}",
-            f"windows: {self.window_rows} rows in 16 bits, {self.window_bytes / 2**20:.2f} MiB a request slot",
+            f"windows: up to {self.window_rows} rows in 16 bits a running request, {self.window_bytes / 2**20:.2f} MiB",
         ]
         for row in self.contexts:
             line = (
@@ -137,10 +137,9 @@ def plan(options: PlanOptions) -> CachePlan:
     geometry, dims = (identity.num_layers, identity.num_kv_heads), (identity.head_dim, identity.v_head_dim)
     coded = sizing.bytes_per_token(*geometry, k, v, len(skipped))
     full = sizing.bytes_per_token_16_bit(*geometry, *dims)
-    window = sizing.bytes_per_request(*geometry, *dims, *windows)
 
     def request(tokens: int) -> RequestPlan:
-        num_bytes, full_bytes = tokens * coded + window, tokens * full
+        num_bytes, full_bytes = sizing.request_slots(tokens, *windows) * coded, tokens * full
         ratio = full_bytes / num_bytes
         if options.memory_gib is None:
             return RequestPlan(tokens, num_bytes, full_bytes, ratio)
@@ -152,8 +151,8 @@ def plan(options: PlanOptions) -> CachePlan:
         bytes_per_token_16_bit=full,
         ratio=full / coded,
         bits_per_element=sizing.bits_per_element(k, v, len(skipped) / identity.num_layers),
-        window_bytes=window,
-        window_rows=sizing.window_rows(*windows),
+        window_bytes=sizing.window_slots(sinks + recent, *windows) * coded,
+        window_rows=sinks + recent,
         contexts=tuple(map(request, options.contexts or _reached(model_config))),
         memory_gib=options.memory_gib,
         skip_layers=skipped,

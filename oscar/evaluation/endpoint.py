@@ -77,13 +77,12 @@ class Endpoint:
             return {}
         if not state:
             return {"method": "none", "bits_per_element": 16.0}
-        geometry = model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim
-        windows = sizing.bytes_per_request(*geometry, state["sink_tokens"], state["recent_tokens"])
+        slots = sizing.request_slots(context, state["sink_tokens"], state["recent_tokens"], state["page_size"])
         elements = context * model.num_layers * model.num_kv_heads * (model.head_dim + model.v_head_dim)
         return {
             "method": state["method"],
             "windows": [state["sink_tokens"], state["recent_tokens"]],
-            "bits_per_element": 8 * (context * state["bytes_per_token"] + windows) / elements,
+            "bits_per_element": 8 * slots * state["bytes_per_token"] / elements,
         }
 
     def _call(self, verb: str, path: str, body: dict | None = None) -> dict:

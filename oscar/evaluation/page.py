@@ -62,6 +62,15 @@ def notes(report: dict) -> list[str]:
     result[0] += " Bits are per element, windows included."
     if any("attn_rel_err" in entry for entry in entries):
         result[0] += " Attention: relative error of its output, the worst layer's."
+    for name, entry in report["methods"].items():
+        if "prompt_tokens" not in entry:
+            continue
+        if entry["prompt_tokens"] is None:
+            result.append(f"The server of {name} did not say how many tokens of a prompt it read.")
+        else:
+            low, high = entry["prompt_tokens"]
+            short = f", and of {entry['shortened']} it read less than was sent" if entry["shortened"] else ""
+            result.append(f"The server of {name} counted {low:,} to {high:,} tokens in a prompt{short}.")
     if hard_table(report):
         result.append(
             "Hard tasks: answers that are all right as generated, then tokens of codes that are right when the right answer is "

@@ -48,6 +48,8 @@ from oscar.format.identity import ModelIdentity
 MIN_GAPS = 16
 """Times between tokens below which no decode rate is given."""
 PAGE = 64
+LENGTHY = 1 << 20
+"""Tokens of a request whose windows are full."""
 """Tokens a request may waste at its end, and that the server keeps for itself."""
 VLLM_BLOCK = 128
 """Tokens of a block of vLLM's cache, its default on a CPU; it keeps one block for itself."""
@@ -100,13 +102,12 @@ class Configuration:
     bytes_per_request: int
 
     def largest_batch(self, budget: int, tokens: int) -> int:
-        """Requests of `tokens` tokens that `budget` bytes hold at once; one request slot is the server's."""
-        per_request = self.bytes_per_request + (tokens + PAGE) * self.bytes_per_token
-        return (budget - self.bytes_per_request) // per_request
+        """Requests of `tokens` tokens that `budget` bytes hold at once."""
+        return budget // (self.bytes_per_request + (tokens + PAGE) * self.bytes_per_token)
 
-    def tokens(self, budget: int, batch: int) -> int:
-        """Slots that `budget` bytes pay for when `batch` requests have their windows."""
-        return (budget - (batch + 1) * self.bytes_per_request) // self.bytes_per_token // PAGE * PAGE
+    def tokens(self, budget: int) -> int:
+        """Slots that `budget` bytes pay for."""
+        return budget // self.bytes_per_token // PAGE * PAGE
 
 
 def make_configurations(model: Path, work: Path) -> list[Configuration]:
@@ -119,17 +120,13 @@ def make_configurations(model: Path, work: Path) -> list[Configuration]:
     artifact = load(coded)
     save(replace(artifact, layers={layers - 1: artifact.layers[layers - 1]}), native)
     formats = artifact.k_format, artifact.v_format
-    window = sizing.bytes_per_request(layers, heads, *dims, DEFAULT_SINK_TOKENS, DEFAULT_RECENT_TOKENS)
+    windows = sizing.window_slots(LENGTHY, DEFAULT_SINK_TOKENS, DEFAULT_RECENT_TOKENS)
+    in_2_bits, kept = (sizing.bytes_per_token(layers, heads, *formats, native) for native in (0, layers - 1))
     flags = ["--kv-quant", "oscar", "--oscar-artifact"]
     in_16_bits = sizing.bytes_per_token_16_bit(layers, heads, *dims)
     return [
-        Configuration("oscar", [*flags, str(coded)], sizing.bytes_per_token(layers, heads, *formats), window),
-        Configuration(
-            "bf16",
-            [*flags, str(native), "--oscar-allow-native-layers"],
-            sizing.bytes_per_token(layers, heads, *formats, layers - 1),
-            window,
-        ),
+        Configuration("oscar", [*flags, str(coded)], in_2_bits, windows * in_2_bits),
+        Configuration("bf16", [*flags, str(native), "--oscar-allow-native-layers"], kept, windows * kept),
         Configuration("stock", ["--kv-quant", "none"], in_16_bits, 0),
         # A request's last block may be all but empty, so it counts as the request's own.
         Configuration("vllm", ["--dtype", "bfloat16", "--no-enable-prefix-caching"], in_16_bits, VLLM_BLOCK * in_16_bits),
@@ -143,7 +140,7 @@ def start(configuration: Configuration, largest: int, args, work: Path) -> Sglan
         flags = ["--kv-cache-memory-bytes", args.budget_mib << 20, "--max-num-seqs", largest]
         flags += ["--max-model-len", args.input_len + args.output_len, "--max-num-batched-tokens", args.chunk]
         return VllmServer(args.model, *configuration.flags, *map(str, flags), python=args.vllm_python, **options)
-    flags = ["--max-total-tokens", configuration.tokens(args.budget_mib << 20, largest), "--max-running-requests", largest]
+    flags = ["--max-total-tokens", configuration.tokens(args.budget_mib << 20), "--max-running-requests", largest]
     flags += ["--chunked-prefill-size", args.chunk]
     return SglangServer(args.model, *configuration.flags, *flags, **options)
 

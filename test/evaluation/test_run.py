@@ -34,9 +34,8 @@ def test_bits_count_windows_and_maps():
     shapes = collect(options, identity, None, None, Steps(False), given=[]).layers
     made = making.from_method("int2", options, identity, shapes)
     elements = 1000 * 4 * 2 * 256
-    window = (16 + 2 * 4) * (4 * 2 * 256 * 2 + 8)
     assert made.bits_per_element(identity, 1000, (0, 0)) == pytest.approx(2.25 + 8 * sizing.MAP_BYTES * 1000 / elements)
-    assert made.bits_per_element(identity, 1000, WINDOWS) == pytest.approx(8 * (1000 * 580 + window) / elements)
+    assert made.bits_per_element(identity, 1000, WINDOWS) == pytest.approx(8 * (1000 + 3 * 64) * 581 / elements)
     assert making.from_method("bf16", options, identity, {}).bits_per_element(identity, 1000, WINDOWS) == 16
     assert making.from_method("lossless", options, identity, {}).bits_per_element(identity, 1000, (0, 0)) > 32
 

@@ -6,6 +6,7 @@ What is declared travels to the workers inside `ServerArgs`; there `flags.settin
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from sglang.srt.oscar import check_upstream, entry
@@ -14,6 +15,7 @@ from sglang.srt.oscar.refusal import refuse
 
 from oscar import support
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
+from oscar.format.sizing import PAGE_SIZE, SLOTS_PER_ROW
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ def declare_settings(server_args: Any) -> None:
     sinks = _first(cfg.oscar_sink_tokens, artifact.sink_tokens, DEFAULT_SINK_TOKENS)
     recent = _first(cfg.oscar_recent_tokens, artifact.recent_tokens, DEFAULT_RECENT_TOKENS)
     codec, kernels = cfg.oscar_codec or "int2", cfg.oscar_kernels or "auto"
+    page_size = _page_size(cfg)
     _warn(sinks, recent, codec)
     declare_resolution(
         server_args,
@@ -53,6 +56,7 @@ def declare_settings(server_args: Any) -> None:
         prefill_attention_backend=None,
         decode_attention_backend=None,
         cuda_graph_config=_graphs(cfg, codec, kernels),
+        page_size=page_size,
         oscar_artifact=str(path),
         oscar_sink_tokens=sinks,
         oscar_recent_tokens=recent,
@@ -133,6 +137,30 @@ def _warn(sinks: int, recent: int, codec: str) -> None:
         )
     if codec == "lossless":
         logger.warning("oscar: --oscar-codec lossless is for debugging: the KV cache takes twice the memory of 16 bits")
+
+
+def _page_size(cfg: Any) -> int:
+    """Slots of a page: what the user asked for, else the largest usual one that SGLang's chunks of a prefill are made of.
+
+    Raises:
+        OscarRefusal: no row of the windows fits into such pages.
+    """
+    if cfg.page_size is not None:
+        if cfg.page_size % SLOTS_PER_ROW:
+            raise refuse(
+                "oscar: --kv-quant oscar keeps the 16-bit windows in pages of the pool: expected --page-size to be a multiple "
+                f"of {SLOTS_PER_ROW}, got {cfg.page_size}; leave it out ({PAGE_SIZE})"
+            )
+        return cfg.page_size
+    chunk = cfg.chunked_prefill_size
+    if chunk is None or chunk <= 0:
+        return PAGE_SIZE
+    if chunk % SLOTS_PER_ROW:
+        raise refuse(
+            f"oscar: --kv-quant oscar needs chunks that are whole pages of the pool: expected --chunked-prefill-size to be a "
+            f"multiple of {SLOTS_PER_ROW}, better of {PAGE_SIZE}, got {chunk}"
+        )
+    return math.gcd(PAGE_SIZE, chunk)
 
 
 def _graphs(cfg: Any, codec: str, kernels: str) -> Any:

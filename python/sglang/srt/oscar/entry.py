@@ -161,13 +161,19 @@ def _hooks() -> list[tuple[str, Callable, str]]:
     configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
     state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+    adder, batch = "sglang.srt.managers.schedule_policy.PrefillAdder", "sglang.srt.managers.schedule_batch.ScheduleBatch"
+    tree = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
     return [
         (f"{configurator}._resolve_kv_pool_class", hooks.resolve_kv_pool_class, "AROUND"),
         (f"{configurator}._build_token_to_kv_pool_allocator", hooks.build_token_to_kv_pool_allocator, "AFTER"),
-        (f"{configurator}._profile_available_bytes", hooks.profile_available_bytes, "AFTER"),
-        (f"{configurator}.resolve_max_num_reqs", hooks.resolve_max_num_reqs, "AFTER"),
         (f"{sizes}._compute_cell_size", hooks.compute_cell_size, "AROUND"),
         (f"{state}.get_internal_state", hooks.get_internal_state, "AFTER"),
+        (f"{adder}._request_slot_reserve_for_req", hooks.request_slot_reserve, "AFTER"),
+        (f"{adder}._get_running_request_total_token_offset", hooks.running_request_offset, "AFTER"),
+        (f"{batch}.new_tokens_required_next_decode", hooks.new_tokens_required_next_decode, "AFTER"),
+        (f"{batch}.prepare_for_extend", hooks.prepare_for_extend, "AFTER"),
+        (f"{batch}.prepare_for_decode", hooks.prepare_for_decode, "AFTER"),
+        (f"{tree}.protected_size", hooks.protected_size, "AFTER"),
         *((target, hook, "AROUND") for target, hook in life_cycle.hooks().items()),
     ]
 
