@@ -57,6 +57,33 @@ def sequences():
     ]
 
 
+def test_text_that_the_model_writes_in_the_engine(tmp_path, monkeypatch):
+    """Parts are as long as asked whenever the model ends a text; each goes on with the next opening."""
+    import sglang
+    from safetensors import safe_open
+    from sglang.srt.oscar import capture as inside
+
+    class Engine:
+        """Ends every text after two tokens."""
+
+        def __init__(self, **settings):
+            assert settings["random_seed"] == 3
+
+        def generate(self, input_ids, sampling_params):
+            assert all(len(ids) + s["max_new_tokens"] == 12 for ids, s in zip(input_ids, sampling_params, strict=True))
+            return [{"output_ids": [7, 8][: s["max_new_tokens"]]} for s in sampling_params]
+
+        def shutdown(self):
+            pass
+
+    monkeypatch.setattr(sglang, "Engine", Engine)
+    assert inside.write(tmp_path, {"random_seed": 3}, [[1], [2, 3]], 2, 12) == 0
+    with safe_open(tmp_path / "text.safetensors", "pt") as file:
+        text = file.get_tensor("text").tolist()
+    assert text == [[1, 7, 8] * 4, [2, 3, 7, 8] * 3]
+    assert (tmp_path / "served").read_text() == "24"
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_statistics_equal_the_other_capture(tp_size, model, sequences):
     made, folder, identity = model
