@@ -16,6 +16,7 @@ import pytest
 import sglang  # noqa: F401  runs the platform plugin before ServerArgs exists
 import torch
 import transformers
+from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.oscar import check_flags, check_model, declare, find_artifact
 from sglang.srt.oscar.cpu import platform, start, threads
@@ -294,6 +295,25 @@ def test_artifact_that_is_replaced_during_the_start_is_not_served(model, tmp_pat
         get_runtime(server_args)
     path.write_bytes(before)
     assert get_runtime(server_args) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "page_size"),
+    [((), 64), (("--chunked-prefill-size", "96"), 32), (("--chunked-prefill-size", "-1"), 64), (("--page-size", "24"), 24)],
+)
+def test_pages_hold_whole_rows_of_the_windows(model, found_artifact, given, page_size):
+    """By default the largest usual page of which a chunk of a prefill is made."""
+    chunk = () if "--chunked-prefill-size" in given else ("--chunked-prefill-size", "-1")
+    server_args = resolved("--model-path", model, "--kv-quant", "oscar", *given, *chunk)
+    assert resolution_result(server_args, "page_size") == page_size
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [("--page-size", "1", "a multiple of 8, got 1"), ("--chunked-prefill-size", "100", "of 8, better of 64")],
+)
+def test_pages_that_hold_no_row_are_refused(model, found_artifact, flag, value, told):
+    assert told in refusal("--model-path", model, "--kv-quant", "oscar", flag, value)
 
 
 @pytest.mark.parametrize("flag", ["--oscar-sink-tokens", "--oscar-recent-tokens"])
