@@ -64,7 +64,7 @@ class Engine:
         )
         self.running = []
         self.backend = OscarAttnBackend.__new__(OscarAttnBackend)
-        pool = SimpleNamespace(windows=self.windows, copy_rows=self.copy_rows)
+        pool = SimpleNamespace(windows=self.windows, window_pages=self.pages, copy_rows=self.copy_rows)
         layers = SimpleNamespace(
             batch_extend=lambda: SimpleNamespace(plan=self.note), batch_decode=lambda: SimpleNamespace(plan=self.note)
         )
@@ -73,7 +73,6 @@ class Engine:
             req_to_token_pool=self.rows,
             req_to_token=self.rows.req_to_token,
             path=HostPath(layers, self.windows, self.rows.req_to_token),
-            _generation=[0] * (REQUESTS + 1),
             _debug=False,
             metrics=None,
         )

@@ -47,11 +47,14 @@ class Machine(RuleBasedStateMachine):
             self.engine.decode(able, tokens)
 
     @precondition(lambda self: self.engine.running)
-    @rule(data=st.data(), tokens=st.integers(1, 20))
-    def next_turn(self, data, tokens):
-        """A session goes on: its row stays, more tokens come."""
+    @rule(data=st.data(), tokens=st.integers(1, 20), idle=st.booleans())
+    def next_turn(self, data, tokens, idle):
+        """A session goes on: its row stays, more tokens come. If it was idle before, others may have taken its windows."""
         sequence = data.draw(st.sampled_from(self.engine.running))
         n = sequence.kv.kv_committed_len
+        if idle:
+            self.engine.pages.rest(sequence.row, n)
+            sequence.own_from = n
         if n + tokens < CONTEXT and self.engine.room(sequence, tokens + PAGE):
             sequence.tokens += [3] * tokens
             self.engine.extend([(sequence, n, n + tokens)])
@@ -158,6 +161,18 @@ def test_windows_of_any_size(sink, recent):
     for sequence in sequences:
         engine.finish(sequence, keep=True)
     assert engine.account() == PAGES * PAGE
+
+
+def test_a_session_that_was_idle_finds_its_windows_again():
+    """If nobody needed the memory: all of them, the last page of its tokens included."""
+    engine = Engine(pages=200)
+    sequence = Sequence([1] * 70)
+    engine.extend([(s, p, 70) for s, p in engine.start([sequence], [False])])
+    engine.pages.rest(sequence.row, 70)
+    assert engine.pages.held_slots == 0 < engine.pages.retained_slots
+    sequence.tokens += [2] * 5
+    engine.extend([(sequence, 70, 75)])
+    engine.decode([sequence], [1])  # checks that all is read in 16 bits: own_from is still 0
 
 
 def test_a_session_that_closes_gives_its_pages_back():

@@ -39,7 +39,6 @@ class OscarAttnBackend(AttentionBackend):
         self.token_to_kv_pool = pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        self._generation = [0] * self.req_to_token.shape[0]
         self._debug = self.runtime.settings.debug_checks
         if self._debug:
             pool.reads = WindowReads(self.req_to_token.shape[0], pool.windows.table.sink_tokens)
@@ -180,15 +179,10 @@ class OscarAttnBackend(AttentionBackend):
             pool.copy_rows(*pool.windows.adopt(self.req_to_token, request[index], [prefix_lens[b] for b in begins]))
 
     def _first_chunks(self, batch) -> list[int]:
-        """Indices of the batch's requests that have not run before: their row of req_to_token has a new generation."""
+        """Indices of the batch's requests that have just taken their first pages."""
         indices = batch.req_pool_indices_cpu
-        first = []
-        for b, row in enumerate((indices if indices is not None else batch.req_pool_indices).tolist()):
-            generation = int(self.req_to_token_pool.req_generation[row])
-            if self._generation[row] != generation:
-                self._generation[row] = generation
-                first.append(b)
-        return first
+        rows = (indices if indices is not None else batch.req_pool_indices).tolist()
+        return [b for b, row in enumerate(rows) if self.token_to_kv_pool.window_pages.begins(row)]
 
     # CUDA graphs of decode. Everything that changes from step to step is recorded, so a replay needs no preparation.
 

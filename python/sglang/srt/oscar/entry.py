@@ -183,6 +183,7 @@ def _hooks() -> list[tuple[str, Callable, str]]:
         (f"{batch}.prepare_for_extend", hooks.prepare_for_extend, "AFTER"),
         (f"{batch}.prepare_for_decode", hooks.prepare_for_decode, "AFTER"),
         (f"{tree}.protected_size", hooks.protected_size, "AFTER"),
+        (f"{tree}.claim_kv_row", hooks.claim_kv_row, "AROUND"),
         *((target, hook, "AROUND") for target, hook in life_cycle.hooks().items()),
     ]
 

@@ -116,6 +116,16 @@ def _grow(batch, prefix_lens) -> None:
         allocator.window_pages.grow(rows, batch.seq_lens_cpu[: len(rows)].tolist(), batch.tree_cache, prefix_lens)
 
 
+def claim_kv_row(original, self, req):
+    """AROUND UnifiedRadixCache.claim_kv_row: a session that keeps its row between turns does not keep pages of windows."""
+    row, num_tokens = req.kv.req_pool_idx, req.kv.kv_committed_len
+    claimed = original(self, req)
+    allocator = self.token_to_kv_pool_allocator
+    if claimed and isinstance(allocator, OscarAllocator):
+        allocator.window_pages.rest(row, num_tokens)
+    return claimed
+
+
 def protected_size(result, self):
     """AFTER UnifiedRadixCache.protected_size: pages of the windows are accounted for, which SGLang's leak check asks."""
     allocator = self.token_to_kv_pool_allocator

@@ -150,6 +150,7 @@ SYMBOLS = [
     Symbol(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.protected_size", "wrapped: the leak check counts pages", ()
     ),
+    Symbol("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.claim_kv_row", "wrapped: idle sessions", ("req",)),
     Symbol("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", "new tokens that admission counts at most"),
     *(
         Symbol(f"sglang.srt.managers.schedule_batch.ReqKvInfo.{name}", "row and length of a request")
@@ -265,7 +266,6 @@ SYMBOLS = [
             ("extend_seq_lens_cpu", "new tokens of each request of an extend, on the host"),
         )
     ),
-    Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.req_generation", "tells a new request from one that goes on"),
     *(
         Symbol(f"sglang.srt.layers.radix_attention.RadixAttention.{name}", "an attention layer of a model")
         for name in (

@@ -54,6 +54,7 @@ class WindowPages:
         self.windows, self.allocator, self.req_to_token, self.retains = windows, allocator, req_to_token, retains
         self.page_size = windows.page_size
         self._held: dict[int, Held] = {}
+        self._begun: set[int] = set()
         self._num_held = 0
         self._sinks: OrderedDict[Hashable, Tensor] = OrderedDict()
         self._rings: deque[Tensor] = deque()
@@ -92,6 +93,7 @@ class WindowPages:
         for i, (row, seq_len) in enumerate(zip(rows, seq_lens, strict=True)):
             held = self._held.get(row)
             if held is None:
+                self._begun.add(row)
                 held = self._held[row] = Held(computed_sinks=prefix_lens is not None and prefix_lens[i] == 0)
             sinks, ring = self.windows.table.pages_for(seq_len)
             first_ring = self.windows.table.sink_pages
@@ -120,6 +122,20 @@ class WindowPages:
         where = torch.tensor([owners, pages], pin_memory=slots.is_cuda).to(slots.device, non_blocking=True)
         self.windows.give(where[0], where[1], slots)
 
+    def begins(self, row: int) -> bool:
+        """Whether a request has taken its first pages since this was last asked: what it has then is a prefix of others'
+        making, or of its own from before its session was idle."""
+        begun = row in self._begun
+        self._begun.discard(row)
+        return begun
+
+    def rest(self, row: int, num_tokens: int) -> None:
+        """Take back the pages of a session that is idle, and keep them for its next turn as those of a prefix are kept.
+
+        num_tokens: of the session, all in the pool.
+        """
+        self._release(row, num_tokens, object())
+
     def release(self, row: int, num_tokens: int = 0, prefix: Hashable = None) -> None:
         """Take back the pages of a request that ends, and keep them for requests that will begin with its tokens.
 
@@ -129,12 +145,14 @@ class WindowPages:
                 kept.
             prefix: what tells its first `sink_tokens` tokens from others'.
         """
+        self._release(row, num_tokens // self.page_size * self.page_size, prefix)
+
+    def _release(self, row: int, num_tokens: int, prefix: Hashable) -> None:
         held = self._held.pop(row, None)
         if held is None:
             return
         self._num_held -= held.num_sinks + held.num_ring
         sinks, ring = _joined(held.sinks), _joined(held.ring)
-        num_tokens = num_tokens // self.page_size * self.page_size
         if not self.retains or num_tokens == 0:
             self._free(sinks, ring)
             self.windows.take_back(row)
@@ -177,6 +195,7 @@ class WindowPages:
     def forget(self) -> None:
         """Hold nothing any more: the allocator was cleared."""
         self._held.clear()
+        self._begun.clear()
         self._sinks.clear()
         self._rings.clear()
         self._num_held = self._num_retained = 0
