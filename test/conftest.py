@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+# A server that is told to end takes the end of its workers for a crash, and waits 5 seconds to dump their stacks.
+os.environ["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] = "0"
 
 LONGEST_FIRST = (
     "serving/test_serving.py",

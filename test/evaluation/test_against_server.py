@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from forking import forking
 
 from oscar.calibration.load_model import load_model
 from oscar.evaluation import configurations as making
@@ -23,7 +24,7 @@ def server(outliers):
     folder, file = outliers
     flags = ["--dtype", "float32", "--max-total-tokens", "16384", "--disable-radix-cache", "--kv-quant", "oscar"]
     flags += ["--oscar-artifact", file, "--oscar-sink-tokens", WINDOWS[0], "--oscar-recent-tokens", WINDOWS[1]]
-    with LocalServer(folder, *flags, env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}) as running:
+    with forking(LocalServer(folder, *flags, env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")})) as running:
         yield running
 
 

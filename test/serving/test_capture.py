@@ -1,12 +1,16 @@
 """Statistics and errors taken inside SGLang equal those taken through Transformers, on one rank and on two."""
 
+import os
 from dataclasses import asdict, replace
+from pathlib import Path
 
+import forking
 import pytest
 import torch
 
 pytest.importorskip("sglang")
 
+from oscar.calibration import run_sglang
 from oscar.calibration.clip_search import ClipSearch
 from oscar.calibration.heldout import LayerErrorSums, total
 from oscar.calibration.run_sglang import Engine, capture, measure, search_clip, surrogate
@@ -84,8 +88,18 @@ def test_text_that_the_model_writes_in_the_engine(tmp_path, monkeypatch):
     assert (tmp_path / "served").read_text() == "24"
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Workers are forked, in a process that `forking` runs."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(forking.__file__).parent), prepend=os.pathsep)
+    monkeypatch.setenv("FORKING_RUNS", run_sglang.MODULE)
+    monkeypatch.setattr(run_sglang, "MODULE", "forking")
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_statistics_equal_the_other_capture(tp_size, model, sequences):
+def test_statistics_equal_the_other_capture(tp_size, model, sequences, request):
+    if tp_size == 2:
+        request.getfixturevalue("forked")
     made, folder, identity = model
     found = capture(identity, Engine(folder, tp_size, "float32", {"chunked_prefill_size": 128}), sequences)
     expected = {i: MomentSums(i) for i in range(2)}
@@ -119,7 +133,7 @@ def artifact(model):
     return Artifact(model[2], "test", 64, 4, 16, 1, layers)
 
 
-def test_surrogate_equals_the_other_capture(model, sequences):
+def test_surrogate_equals_the_other_capture(model, sequences, forked):
     made, folder, identity = model
     q = torch.randn(2, 2, 64, 64, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     q_moments = dict(enumerate(q @ q.mT))
@@ -132,7 +146,7 @@ def test_surrogate_equals_the_other_capture(model, sequences):
         assert (found[i] - expected[i].finish()).norm() < 1e-5 * found[i].norm()
 
 
-def test_clip_search_equals_the_other_capture(model, sequences, artifact):
+def test_clip_search_equals_the_other_capture(model, sequences, artifact, forked):
     """One layer is left out: it is neither searched nor missed."""
     made, folder, _ = model
     part = replace(artifact, layers={1: artifact.layers[1]})
@@ -146,7 +160,7 @@ def test_clip_search_equals_the_other_capture(model, sequences, artifact):
     assert torch.equal(found[1].k.clip, best.k.clip) and torch.equal(found[1].v.clip, best.v.clip)
 
 
-def test_errors_equal_the_other_capture(model, sequences, artifact):
+def test_errors_equal_the_other_capture(model, sequences, artifact, forked):
     made, folder, _ = model
     layers = artifact.layers
     found = measure(artifact, Engine(folder, 2, "float32"), sequences)

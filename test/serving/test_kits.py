@@ -10,6 +10,7 @@ import random
 import unittest
 
 import pytest
+from forking import forking
 from transformers import AutoTokenizer
 
 from oscar.calibration.calibrate import CalibrationOptions, calibrate
@@ -39,7 +40,7 @@ def artifact(model, tmp_path_factory):
 
 
 def serve(model, artifact, *flags):
-    return LocalServer(model, *FLAGS, "--oscar-artifact", artifact, *flags, env=STRICT)
+    return forking(LocalServer(model, *FLAGS, "--oscar-artifact", artifact, *flags, env=STRICT))
 
 
 def run(kit, server, model, names=(), **settings):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from forking import forking
 from sglang.srt.oscar.flags import OscarSettings
 from sglang.srt.oscar.pool import pool_class
 from sglang.srt.oscar.runtime import Runtime
@@ -102,7 +103,7 @@ def test_served(tmp_path):
         load(path)
     flags = ("--kv-quant", "oscar", "--oscar-artifact", path, "--oscar-sink-tokens", 8, "--oscar-recent-tokens", 16)
     flags += ("--oscar-allow-native-layers", "--oscar-debug-checks", "--max-total-tokens", 4096)
-    with LocalServer(model, *flags, env={"OMP_NUM_THREADS": "1"}) as server:
+    with forking(LocalServer(model, *flags, env={"OMP_NUM_THREADS": "1"})) as server:
         state = server.info()["internal_states"][0]["oscar"]
         assert state["native_layers"] == [0, 2] and state["bytes_per_token"] == 2 * 2 * 72 + 2 * 2 * 512 + 5
         assert state["pool_bytes"] == (state["tokens"] + state["page_size"]) * state["bytes_per_token"]

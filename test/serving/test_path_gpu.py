@@ -22,6 +22,10 @@ from oscar_kernel import LayerCache, LayerCodec, Layers, SideCache
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in test_under_the_interpreter's process")
+if INTERPRETED:
+    import quick_interpreter
+
+    quick_interpreter.install()
 SINK, RECENT, REQUESTS, TOKENS, CONTEXT, PAGE = 4, 8, 6, 400, 120, 16
 SLOTS = TOKENS + (REQUESTS + 1) * 6 * PAGE
 """Slots of tokens, and behind them the pages of full windows."""
@@ -269,38 +273,43 @@ def test_a_step_that_skips_a_layer_is_not_passed_over(left_out):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts servers of its own")
-@pytest.mark.parametrize(
-    "method, bound", [("oscar", 2e-2), ("oscar-shaped", 0.1)]
-)  # shaped: one other code changes those after
-def test_a_server_on_the_kernels_answers_like_one_on_the_reference(method, bound, tmp_path):
-    """Two starts on the embedded model: prefill, chunks, prefix hits and decode, tokens equal and log-probabilities close."""
+def test_a_server_on_the_kernels_answers_like_one_on_the_reference(make_model, make_tokenizer, tmp_path):
+    """Two starts with a shaped artifact: prefill, chunks, prefix hits and decode, tokens equal and log-probabilities close."""
+    from forking import forking
+
     from oscar.calibration.calibrate import CalibrationOptions, calibrate
-    from oscar.embedded import embedded_model
     from oscar.evaluation.local_server import LocalServer
     from oscar.format.artifact import save
 
-    model, path = str(embedded_model()), tmp_path / "oscar.safetensors"
-    save(calibrate(CalibrationOptions(model, method=method, tokens=2048, max_length=512, progress=False)), path)
+    model, path, text = tmp_path / "model", tmp_path / "oscar.kvq", tmp_path / "text"
+    network = make_model("Qwen3")
+    with torch.no_grad():
+        for layer in network.model.layers:
+            layer.self_attn.o_proj.weight.div_(6)  # one code that rounds the other way then leaves the next token as it is
+    network.save_pretrained(model)
+    make_tokenizer().save_pretrained(model)
+    text.write_text("".join(chr(c) for c in torch.randint(32, 127, (600,), generator=torch.Generator().manual_seed(4))))
+    options = CalibrationOptions(model, text=(text,), method="oscar-shaped", tokens=600, max_length=120, progress=False)
+    save(calibrate(options), path)
     flags = ("--kv-quant", "oscar", "--oscar-artifact", path, "--oscar-sink-tokens", 4, "--oscar-recent-tokens", 12)
     flags += ("--dtype", "float32", "--max-total-tokens", 1024, "--max-running-requests", 2, "--chunked-prefill-size", 32)
     flags += ("--oscar-debug-checks", "--skip-server-warmup")
-    # Repeated, so that the model is sure of what follows: a near-tie may fall either way. The third finds the second's prefix.
-    repeated = list(range(40, 60)) * 3
-    prompts = [repeated[:50], repeated, repeated]
+    # Measured: differences up to 0.007. With other tokens in the first half of a prompt most answers are other tokens.
+    tokens = torch.randint(32, 127, (60,), generator=torch.Generator().manual_seed(50)).tolist()
+    prompts = [tokens[:50], tokens, tokens]  # the second finds a page of the first's, the third of the second's
     answers = {}
     for kernels in ("reference", "triton"):
-        with LocalServer(
-            model, *flags, "--oscar-kernels", kernels, env={"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-        ) as server:
-            body = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+        env = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+        with forking(LocalServer(model, *flags, "--oscar-kernels", kernels, env=env)) as server:
+            body = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
             replies = [server.post("/generate", input_ids=ids, sampling_params=body, return_logprob=True) for ids in prompts]
-            assert replies[2]["meta_info"]["cached_tokens"] > 0
+            assert replies[1]["meta_info"]["cached_tokens"] > 0
             answers[kernels] = [reply["meta_info"]["output_token_logprobs"] for reply in replies]
             log = server.log.read_text()
         assert ("found equal to the reference at start" in log) == (kernels == "triton")
     for mine, theirs in zip(answers["triton"], answers["reference"], strict=True):
         assert [token for _, token, _ in mine] == [token for _, token, _ in theirs], answers
-        assert max(abs(a[0] - b[0]) for a, b in zip(mine, theirs, strict=True)) < bound, answers
+        assert max(abs(a[0] - b[0]) for a, b in zip(mine, theirs, strict=True)) < 0.03, answers
 
 
 @interpreted

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import requests
+from forking import forking
 from transformers import AutoTokenizer
 
 from oscar.calibration.calibrate import CalibrationOptions, calibrate
@@ -67,7 +68,7 @@ def ask_together(server, prompts, workers=8, **kwargs):
 @pytest.fixture(scope="module")
 def stock(model, prompts):
     """Answers of stock SGLang (torch_native, --kv-quant none) to every prompt, one at a time."""
-    with LocalServer(model, *COMMON, "--max-total-tokens", "16384", "--disable-radix-cache") as server:
+    with forking(LocalServer(model, *COMMON, "--max-total-tokens", "16384", "--disable-radix-cache")) as server:
         assert server.info()["attention_backend"] == "torch_native"
         return {
             "plain": [ask(server, ids) for ids in prompts],
@@ -88,7 +89,7 @@ def assert_equal(got, expected, what):
 def test_lossless_equals_stock(model, artifact, prompts, stock):
     """Cold, prefix hit and 8 at a time: what the path adds is rounding."""
     flags = (*OSCAR, "--oscar-artifact", artifact, "--oscar-codec", "lossless", "--max-total-tokens", "16384")
-    with LocalServer(model, *COMMON, *flags) as server:
+    with forking(LocalServer(model, *COMMON, *flags)) as server:
         assert_equal([ask(server, ids) for ids in prompts], stock["plain"], "cold and shared beginnings")
         assert_equal([ask(server, ids) for ids in prompts], stock["plain"], "prefix hit")
         server.flush_cache()
@@ -99,7 +100,7 @@ def test_lossless_equals_stock(model, artifact, prompts, stock):
 
 def test_lossless_equals_stock_in_pages_and_chunks(model, artifact, prompts, stock):
     flags = (*OSCAR, "--oscar-artifact", artifact, "--oscar-codec", "lossless", "--max-total-tokens", "16384")
-    with LocalServer(model, *COMMON, *flags, "--page-size", "16", "--chunked-prefill-size", "64") as server:
+    with forking(LocalServer(model, *COMMON, *flags, "--page-size", "16", "--chunked-prefill-size", "64")) as server:
         assert_equal(ask_together(server, prompts), stock["plain"], "pages of 16, chunks of 64")
         assert_equal([ask(server, ids) for ids in prompts], stock["plain"], "the same again: prefix hits")
 
@@ -107,7 +108,7 @@ def test_lossless_equals_stock_in_pages_and_chunks(model, artifact, prompts, sto
 def test_lossless_equals_stock_through_retraction(model, artifact, prompts, stock):
     """A pool too small for what runs: requests are retracted and start again."""
     flags = (*OSCAR, "--oscar-artifact", artifact, "--oscar-codec", "lossless", "--max-total-tokens", "2560")
-    with LocalServer(model, *COMMON, *flags, "--schedule-conservativeness", "0.01") as server:
+    with forking(LocalServer(model, *COMMON, *flags, "--schedule-conservativeness", "0.01")) as server:
         got = ask_together(server, prompts, workers=12, new_tokens=LONG)
         assert_equal(got, stock["long"], "retractions")
         assert re.search("[Rr]etract", server.log.read_text()), "nothing was retracted: this test shows nothing"
@@ -116,7 +117,7 @@ def test_lossless_equals_stock_through_retraction(model, artifact, prompts, stoc
 def test_lossless_equals_stock_on_two_ranks(model, artifact, prompts, stock):
     """Each rank transforms and stores its own KV head."""
     flags = (*OSCAR, "--oscar-artifact", artifact, "--oscar-codec", "lossless", "--max-total-tokens", "16384", "--tp", "2")
-    with LocalServer(model, *COMMON, *flags) as server:
+    with forking(LocalServer(model, *COMMON, *flags)) as server:
         assert_equal(ask_together(server, prompts), stock["plain"], "tensor parallel 2")
         assert server.info()["internal_states"][0]["oscar"]["bytes_per_token"] == 4 * 1 * 2 * 512 + 5
 
@@ -125,7 +126,7 @@ def test_lossless_equals_stock_on_two_ranks(model, artifact, prompts, stock):
 def int2(model, artifact):
     """A 2-bit server with a small pool and debug checks on."""
     flags = (*OSCAR, "--oscar-artifact", artifact, "--max-total-tokens", "3000", "--max-running-requests", "8")
-    with LocalServer(model, *COMMON, *flags, "--enable-metrics", "--enable-streaming-session") as server:
+    with forking(LocalServer(model, *COMMON, *flags, "--enable-metrics", "--enable-streaming-session")) as server:
         yield server
 
 
