@@ -12,7 +12,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(embedded_model()), help="model folder (default: the embedded model)")
     parser.add_argument("--text", action="append", default=[], help="FILE[:TOKENS], repeatable (default: self-written)")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens to read in all (default: %(default)s)")
-    parser.add_argument("--output", default="oscar.safetensors", help="artifact to write (default: %(default)s)")
+    parser.add_argument("--output", default="oscar.kvq", help="artifact to write (default: %(default)s)")
     args = parser.parse_args()
 
     artifact = oscar.calibrate(model=args.model, text=args.text, tokens=args.tokens)

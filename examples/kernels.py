@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from oscar.format.codec import RowFormat
 from oscar.format.side import LayerTransforms, Side
-from oscar.format.windows import WindowMaps, in_windows
+from oscar.format.windows import WindowTable
 from oscar_kernel import LayerCache, LayerCodec, Layers
 
 
@@ -25,22 +25,21 @@ def main() -> None:
     sides = LayerTransforms(*(Side(t, torch.full((heads,), clip)) for t, clip in zip(rotations, (0.96, 0.92), strict=True)))
     codec = LayerCodec.of(sides, RowFormat(dim), RowFormat(dim), rotations.device)
 
-    # Storage: a slot for every token, a window row for every token that lies in a window, and the two maps between them.
+    # Storage: a slot for every token, and a window row for every token that lies in a window, which its sequence finds.
     slots = torch.randperm(bs * n).view(bs, n)  # [max_num_reqs, max_context_len], the req_to_token of a server
-    is_sink, is_recent = in_windows(torch.arange(n), torch.tensor(n), sinks, recent)
-    owners = slots[:, is_sink | is_recent].flatten()  # slots that own a window row
-    row_of_slot = torch.full((bs * n,), -1, dtype=torch.int32)
-    row_of_slot[owners] = torch.arange(len(owners), dtype=torch.int32)
-    maps = WindowMaps(row_of_slot, torch.cat((owners, owners.new_tensor([-1]))), sinks, recent)
-    cache = LayerCache.zeros(codec, bs * n, len(owners), rotations.device)
+    windows = WindowTable.full(bs, (sinks, recent), device=rotations.device)
+    position = torch.arange(n).expand(bs, n)
+    rows = windows.rows_for(torch.arange(bs).unsqueeze(1), position, torch.tensor(n))
+    windows.record(rows.flatten(), position.flatten())
+    cache = LayerCache.zeros(codec, bs * n, windows.no_row, rotations.device)
     layers = Layers({0: (cache, codec)}, num_qo_heads=heads * kv_group_num, impl=args.impl)
 
     k, v = torch.randn(2, bs, n, heads, dim)
     q = torch.randn(bs, heads * kv_group_num, dim)
     old, new = slots[:, :-1].flatten(), slots[:, -1]
-    layers.store(0, k[:, :-1].flatten(0, 1), v[:, :-1].flatten(0, 1), old, maps.rows_of(old))
+    layers.store(0, k[:, :-1].flatten(0, 1), v[:, :-1].flatten(0, 1), old, rows[:, :-1].flatten())
     decode = layers.batch_decode()  # one step: the last token of each sequence is written and attends to all
-    decode.plan(slots, torch.arange(bs), torch.full((bs,), n, dtype=torch.int32), maps, new, maps.rows_of(new))
+    decode.plan(slots, torch.arange(bs), torch.full((bs,), n, dtype=torch.int32), windows, new, rows[:, -1])
     out = decode.run(0, q, k[:, -1], v[:, -1], sm_scale=dim**-0.5)
 
     def error(*exact: torch.Tensor) -> float:
@@ -48,9 +47,9 @@ def main() -> None:
         expected = scaled_dot_product_attention(q.unsqueeze(2), keys, values).squeeze(2)
         return float((out - expected).norm() / expected.norm())
 
-    rows, stored = maps.rows_of(slots), []
+    stored = []
     for storage, one, t in zip((cache.k, cache.v), (codec.k, codec.v), rotations, strict=True):
-        two_bit, in_window = one.decode(storage.buffer[slots]), (rows != maps.no_row)[..., None, None]
+        two_bit, in_window = one.decode(storage.buffer[slots]), (rows != windows.no_row)[..., None, None]
         stored.append(torch.einsum("bnhd,hed->bnhe", torch.where(in_window, storage.window[rows].float(), two_bit), t))
     print(f"{layers.impl}: {bs} sequences of {n} tokens, rows of {dim} numbers in {cache.k.buffer.shape[-1]} bytes")
     print(f"relative error: {error(*stored):.1e} against PyTorch on the same rows, {error(k, v):.2f} against exact ones")

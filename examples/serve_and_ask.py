@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from oscar.embedded import embedded_model
 from oscar.evaluation.local_server import LocalServer
 from oscar.evaluation.needles import make_needle
+from oscar.format.sizing import window_slots
 
 
 def main() -> int:
@@ -34,7 +35,8 @@ def main() -> int:
     console.print(f"question  {needle.messages[0]['content'].splitlines()[-1]}")
     console.print(f"answer    {reply.strip()}   [{'right' if right else f'wrong, it is {needle.answer}'}]", markup=False)
 
-    memory, windows = cache["pool_bytes"] + cache["window_bytes"], (cache["sink_tokens"], cache["recent_tokens"])
+    memory, windows = cache["pool_bytes"], (cache["sink_tokens"], cache["recent_tokens"])
+    own = window_slots(1 << 20, *windows, cache["page_size"])
     bf16, two_bit = cache["bytes_per_token_bf16"], cache["bytes_per_token"]
     table = Table("", title="\nKV cache in the same memory", title_justify="left")
     for column in ("BF16", "2-bit (oscar)", "ratio"):
@@ -44,8 +46,8 @@ def main() -> int:
     table.add_row("tokens", f"{tokens[0]:,}", f"{tokens[1]:,}", f"{tokens[1] / tokens[0]:.2f}")
     console.print(table)
     console.print(
-        f"{memory / 2**20:,.0f} MiB of cache, {cache['window_bytes'] / 2**20:,.0f} MiB of it 16-bit windows (first "
-        f"{windows[0]} and newest {windows[1]} tokens of each running request)"
+        f"{memory / 2**20:,.0f} MiB of cache; a running request takes as much as {own:,} tokens more for its 16-bit windows "
+        f"(first {windows[0]} and newest {windows[1]} tokens)"
     )
     return 0 if right else 1
 

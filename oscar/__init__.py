@@ -1,7 +1,7 @@
 """OSCAR: a 2-bit KV cache for stock SGLang.
 
     artifact = oscar.calibrate(model="path/to/model")
-    oscar.save(artifact, "oscar.safetensors")
+    oscar.save(artifact, "oscar.kvq")
 
 The functions below are the public interface of the offline half; `oscar.api` documents them. They are imported when they are
 first used: importing `oscar` imports nothing else.

@@ -112,7 +112,7 @@ def save(artifact: Artifact, path: str | Path) -> None:
 
     Args:
         artifact: as `oscar.calibrate` or `oscar.load` returned it.
-        path: .safetensors file; `oscar.safetensors` beside the weights is where a server looks first.
+        path: .kvq file; `oscar.kvq` beside the weights is where a server looks first.
     Raises:
         OscarError: the file cannot be written, or the artifact does not hold together.
     """

@@ -10,7 +10,7 @@ from oscar import config
 from oscar.errors import OscarError
 from oscar.options import GROUP_SIZE, MODEL, Options, option, recent_tokens, sink_tokens, skip_layers
 
-_COUNTED = "counted with each request slot"
+_COUNTED = "counted with each request"
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class PlanOptions(Options):
     memory_gib: float | None = field(
         default=None, metadata=option("memory for the KV cache in GiB: prints what fits in it", metavar="G")
     )
-    context: int | Sequence[int] = field(
-        default=config.DEFAULT_PLAN_CONTEXTS,
+    context: int | Sequence[int] | None = field(
+        default=None,
         metadata=option(
             "tokens of one request; repeatable",
             metavar="N",
             many="repeat",
-            default_is=", ".join(map(str, config.DEFAULT_PLAN_CONTEXTS)),
+            default_is=f"those of {', '.join(map(str, config.DEFAULT_PLAN_CONTEXTS))} that the model reaches, and its longest",
         ),
     )
     group_size: int | None = field(default=None, metadata=GROUP_SIZE)
@@ -37,8 +37,8 @@ class PlanOptions(Options):
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """`context`, always several."""
-        return (self.context,) if isinstance(self.context, int) else tuple(self.context)
+        """`context`, always several; none where the model decides."""
+        return (self.context,) if isinstance(self.context, int) else tuple(self.context or ())
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RequestPlan:
 
     Attributes:
         tokens: of a request.
-        bytes: of its cache in 2 bits, windows included. bytes_16_bit: in 16 bits.
+        bytes: of its cache in 2 bits, windows and whole pages included. bytes_16_bit: in 16 bits.
         ratio: of the two, how many times fewer.
         requests, requests_16_bit: how many such requests the memory holds; None where no memory was given.
     """
@@ -68,7 +68,7 @@ class CachePlan:
         bytes_per_token, bytes_per_token_16_bit: of one token in the pool, over all layers.
         ratio: of the two, how many times fewer.
         bits_per_element: of one number of K or V in the pool, codes and metadata, mean over layers.
-        window_bytes: that a request slot takes for its windows. window_rows: their number.
+        window_bytes: that the windows of a long request take. window_rows: their rows.
         contexts: one for each length of a request.
         memory_gib: memory for the cache in GiB, or None.
         skip_layers: layers that stay in 16 bits.
@@ -89,7 +89,7 @@ class CachePlan:
         lines = [
             f"bytes per token: {self.bytes_per_token:,} in 2 bits, {self.bytes_per_token_16_bit:,} in 16 bits "
             f"({self.ratio:.2f} times fewer); {self.bits_per_element:.3f} bits per element{native}",
-            f"windows: {self.window_rows} rows in 16 bits, {self.window_bytes / 2**20:.2f} MiB a request slot",
+            f"windows: up to {self.window_rows} rows in 16 bits a running request, {self.window_bytes / 2**20:.2f} MiB",
         ]
         for row in self.contexts:
             line = (
@@ -128,7 +128,7 @@ def plan(options: PlanOptions) -> CachePlan:
         recent_tokens=recent,
         skip_layers=skipped,
     )
-    identity, _ = check(calibration)
+    identity, model_config = check(calibration)
     if options.memory_gib is not None and options.memory_gib <= 0:
         raise OscarError(f"memory must be positive, got {options.memory_gib} GiB")
     if bad := [n for n in options.contexts if n <= 0]:
@@ -137,10 +137,9 @@ def plan(options: PlanOptions) -> CachePlan:
     geometry, dims = (identity.num_layers, identity.num_kv_heads), (identity.head_dim, identity.v_head_dim)
     coded = sizing.bytes_per_token(*geometry, k, v, len(skipped))
     full = sizing.bytes_per_token_16_bit(*geometry, *dims)
-    window = sizing.bytes_per_request(*geometry, *dims, *windows)
 
     def request(tokens: int) -> RequestPlan:
-        num_bytes, full_bytes = tokens * coded + window, tokens * full
+        num_bytes, full_bytes = sizing.request_slots(tokens, *windows) * coded, tokens * full
         ratio = full_bytes / num_bytes
         if options.memory_gib is None:
             return RequestPlan(tokens, num_bytes, full_bytes, ratio)
@@ -152,9 +151,18 @@ def plan(options: PlanOptions) -> CachePlan:
         bytes_per_token_16_bit=full,
         ratio=full / coded,
         bits_per_element=sizing.bits_per_element(k, v, len(skipped) / identity.num_layers),
-        window_bytes=window,
-        window_rows=sizing.window_rows(*windows),
-        contexts=tuple(map(request, options.contexts)),
+        window_bytes=sizing.window_slots(sinks + recent, *windows) * coded,
+        window_rows=sinks + recent,
+        contexts=tuple(map(request, options.contexts or _reached(model_config))),
         memory_gib=options.memory_gib,
         skip_layers=skipped,
     )
+
+
+def _reached(model_config) -> tuple[int, ...]:
+    """The default request lengths up to the model's context length, and that length where it is less than the longest."""
+    longest = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    asked = config.DEFAULT_PLAN_CONTEXTS
+    if longest is None or longest >= asked[-1]:
+        return asked
+    return tuple(sorted({n for n in asked if n < longest} | {longest}))

@@ -9,11 +9,11 @@ mkdir -p "$out"
 
 echo
 echo "1. Calibrate the embedded model"
-python -m oscar calibrate --model "$model" --output "$out/oscar.safetensors"
+python -m oscar calibrate --model "$model" --output "$out/oscar.kvq"
 
 echo
 echo "2. Serve it in 2 bits and ask about a fact hidden in a long prompt"
-python examples/serve_and_ask.py --model "$model" --artifact "$out/oscar.safetensors" --log "$out/server.log"
+python examples/serve_and_ask.py --model "$model" --artifact "$out/oscar.kvq" --log "$out/server.log"
 
 cat <<TEXT
 

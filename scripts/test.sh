@@ -6,6 +6,7 @@ here="$(dirname "${BASH_SOURCE[0]}")"
 source "$here/install.sh" ".[test]"
 ruff check .
 ruff format --check --quiet .
+python scripts/real_model.py smollm2 || echo "The tests with SmolLM2 are skipped."
 workers="$(env -u OMP_NUM_THREADS nproc)"  # which counts no more than OMP_NUM_THREADS
 # One thread a process: tests are small, and workers and their servers share the machine's cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -9,6 +9,7 @@ import torch
 
 LONGEST_FIRST = (
     "serving/test_serving.py",
+    "serving/test_life_cycle.py",
     "kernel/test_triton.py",
     "serving/test_path_gpu.py",
     "test_types.py",
@@ -111,6 +112,15 @@ def make_model():
 def make_tokenizer():
     """make_tokenizer(chat=False): a byte-level tokenizer."""
     return _make_tokenizer
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of a real model, which scripts/test.sh makes; a skip where its package cannot be had."""
+    folder = Path(__file__).parents[1] / "build" / "models" / "smollm2"
+    if not folder.is_dir():
+        pytest.skip("no build/models/smollm2; python scripts/real_model.py smollm2 makes it")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ No activation is stored; memory is the model, one forward pass and O(layers * he
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
@@ -60,7 +61,8 @@ def calibrate(options: CalibrationOptions) -> Artifact:
         given = _read_text(options, identity, model_config) if options.text else None
         statistics = None if options.from_stats is None else _saved(options, options.from_stats, identity)
         inside = options.backend == "sglang"
-        model = None if inside else load_model(options.model, model_config, options.dtype, options.device)
+        how = options.dtype, options.device, options.trust_remote_code
+        model = None if inside else load_model(options.model, model_config, *how)
         if statistics is None:
             statistics = collect(options, identity, model, model_config, steps, given)
             if options.save_stats is not None:
@@ -154,12 +156,17 @@ def _runner(options: CalibrationOptions, identity: ModelIdentity, model, steps: 
     """Transformers with this model, or SGLang where there is none in this process."""
     if model is not None:
         return TransformersRunner(model, identity, steps)
-    return SglangRunner(Engine(options.model, options.tp, options.dtype, dict(options.engine_args)), identity, steps)
+    more = dict(options.engine_args)
+    if options.json_model_override_args:
+        more["json_model_override_args"] = json.dumps(dict(options.json_model_override_args))
+    if options.trust_remote_code:
+        more["trust_remote_code"] = True
+    return SglangRunner(Engine(options.model, options.tp, options.dtype, more), identity, steps)
 
 
 def _read_text(options: CalibrationOptions, identity: ModelIdentity, model_config) -> list[Sequence]:
     """Step 2, the user's text: token sequences, the held-out ones marked."""
-    tokenizer = load_tokenizer(options.model)
+    tokenizer = load_tokenizer(options.model, options.trust_remote_code)
     if tokenizer is None:
         raise OscarError(f"{options.model}: expected a tokenizer beside the weights to read --text, found none")
     length = max_length(options, model_config)
@@ -172,7 +179,7 @@ def _read_text(options: CalibrationOptions, identity: ModelIdentity, model_confi
 
 def _write_text(options: CalibrationOptions, model, model_config, steps: Steps) -> list[Sequence]:
     """Step 2, text that the model writes."""
-    tokenizer, length = load_tokenizer(options.model), max_length(options, model_config)
+    tokenizer, length = load_tokenizer(options.model, options.trust_remote_code), max_length(options, model_config)
     with steps.step("write text", options.tokens) as advance:
         return text.from_model(model, tokenizer, options.tokens, length, options.seed, advance)
 

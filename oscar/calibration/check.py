@@ -8,7 +8,7 @@ from pathlib import Path
 
 from oscar import config
 from oscar.calibration import run_sglang, sources
-from oscar.calibration.load_model import DTYPES, first_line
+from oscar.calibration.load_model import DTYPES, first_line, override_config
 from oscar.calibration.options import BACKENDS, CLIPS, CalibrationOptions
 from oscar.calibration.run_transformers import check_supported
 from oscar.errors import OscarError
@@ -48,7 +48,8 @@ def check(options: CalibrationOptions):
     if not Path(options.model, "config.json").is_file():  # not left to the library, which would ask the network
         raise OscarError(f"{options.model}: expected a model folder with config.json, found none; check the path")
     try:
-        model_config = AutoConfig.from_pretrained(options.model)
+        model_config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+        override_config(model_config, options.json_model_override_args)
     except (OSError, ValueError, KeyError) as error:
         raise OscarError(f"{options.model}: cannot read the model's configuration: {first_line(error)}") from error
     check_supported(model_config)
@@ -62,7 +63,7 @@ def check(options: CalibrationOptions):
         raise OscarError(f"--from-stats {options.from_stats}: expected no {other} beside it; the file has its own text")
     for source in sources.parse(options.text, options.tokens):
         sources.check(source)
-    identity = ModelIdentity.from_path(options.model)
+    identity = ModelIdentity.from_path(options.model, options.json_model_override_args)
     check_skipped(options.skip_layers, identity)
     try:
         formats(options, identity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from oscar.errors import OscarError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(folder: str | Path, model_config, dtype: str, device: str):
+def load_model(folder: str | Path, model_config, dtype: str, device: str, trust_remote_code: bool = False):
     """Load a causal language model.
 
     Args:
@@ -22,6 +23,7 @@ def load_model(folder: str | Path, model_config, dtype: str, device: str):
         dtype: a name in DTYPES, or "auto": the checkpoint's own on an accelerator; on CPU float32 if the model then fits
             in half of the machine's memory.
         device: a torch device, or "auto": the accelerator if there is one.
+        trust_remote_code: run code that lies beside the weights.
     Returns:
         The model in eval mode on the device.
     Raises:
@@ -37,7 +39,9 @@ def load_model(folder: str | Path, model_config, dtype: str, device: str):
     logging.set_verbosity_error()
     try:
         # Any: with output_loading_info it returns a pair, which its annotation leaves out.
-        pair: Any = AutoModelForCausalLM.from_pretrained(folder, config=model_config, dtype=kind, output_loading_info=True)
+        pair: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=model_config, dtype=kind, output_loading_info=True, trust_remote_code=trust_remote_code
+        )
         model, info = pair
     except Exception as error:  # every library below has errors of its own for a damaged file
         raise OscarError(f"{folder}: cannot load the model: {first_line(error)}") from error
@@ -50,12 +54,29 @@ def load_model(folder: str | Path, model_config, dtype: str, device: str):
     return model.to(place).eval()
 
 
-def load_tokenizer(folder: str | Path):
+def override_config(model_config, overrides: Mapping[str, Any]) -> None:
+    """Replace fields of a Hugging Face configuration in place, as SGLang does with --json-model-override-args.
+
+    Args:
+        model_config: the model's configuration.
+        overrides: RoPE settings and parts of the configuration are merged with what is there, all else is set.
+    """
+    for name, value in overrides.items():
+        current = getattr(model_config, name, None)
+        if isinstance(value, Mapping) and hasattr(current, "to_dict"):
+            override_config(current, value)
+        elif name in ("rope_scaling", "rope_parameters") and isinstance(value, Mapping) and isinstance(current, dict):
+            setattr(model_config, name, {**current, **value})
+        else:
+            setattr(model_config, name, value)
+
+
+def load_tokenizer(folder: str | Path, trust_remote_code: bool = False):
     """The tokenizer beside the weights, or None where there is none that loads."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception:  # whatever a damaged or foreign tokenizer file raises, calibration can do without
         return None
 

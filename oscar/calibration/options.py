@@ -102,6 +102,14 @@ class CalibrationOptions(Options):
     engine_args: Mapping[str, object] = field(
         default_factory=dict, metadata=option("further arguments of SGLang's engine, as an object", metavar="JSON")
     )
+    json_model_override_args: Mapping[str, object] = field(
+        default_factory=dict,
+        metadata=option(
+            "fields of the model's config to replace, as an object; those of the server that the artifact is for (YaRN)",
+            metavar="JSON",
+        ),
+    )
+    trust_remote_code: bool = field(default=False, metadata=option("run code that lies beside the weights"))
     save_stats: str | Path | None = field(
         default=None, metadata=option("also write the statistics to this file, to go on from later", metavar="FILE")
     )

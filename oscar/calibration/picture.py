@@ -45,8 +45,8 @@ def draw(artifact: Artifact, path: str | Path) -> None:
         axis.plot(list(errors), [e[side] for e in rows], "o-", color=_AFTER, label="this artifact")
         if side == "attention":
             axis.plot(list(errors), [e["served"] for e in rows], "s-", color=_SERVED, label="as served, with windows")
-        axis.set_ylim(0, 1.3 * axis.get_ylim()[1])  # room for the legend above the curves
-        axis.legend(frameon=False, fontsize=8, loc="upper left")
+        axis.set_ylim(bottom=0)
+        _legend(axis)
     _whole_numbers(axes[0])
     spectra = axes[1][:2]
     for axis, side, title in zip(spectra, ("k", "v"), ("query energy $C_Q$", "attention-weighted values $C_S$"), strict=True):
@@ -72,7 +72,7 @@ def draw(artifact: Artifact, path: str | Path) -> None:
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
         axis.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if f"{y:e}"[0] in "125" else "")
         axis.axhline(1, color=_BEFORE, lw=0.8)
-        axis.legend(frameon=False, fontsize=8)
+        _legend(axis)
         _whole_numbers([axis])
     else:
         _empty(axis, "method reads no text")
@@ -87,6 +87,12 @@ def _labels(axis, title: str, x: str, y: str) -> None:
     axis.set_ylabel(y, fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=8, which="both")
+
+
+def _legend(axis) -> None:
+    """Below the title and above the panel, where no curve is."""
+    axis.set_title(axis.get_title(), fontsize=10, pad=18)
+    axis.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 0.98), ncols=3, borderpad=0)
 
 
 def _whole_numbers(axes) -> None:

@@ -171,7 +171,7 @@ def _serve(
         if artifact is not None:
             artifacts.save(artifact, folder / "artifact.safetensors")
         command = [sys.executable, "-m", MODULE, str(folder)]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno()) as process:
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2) as process:
             told = 0
             while (code := _wait(process)) is None:
                 served = folder / "served"

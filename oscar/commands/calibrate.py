@@ -16,7 +16,7 @@ from oscar.options import PICTURE, Options, option
 HELP = "make the artifact that serving needs, from a model and text"
 DESCRIPTION = (
     "Run a model over text, accumulate what attention consumes, and write the transforms of its 2-bit cache to one "
-    ".safetensors file. Without --text the model writes the text itself. The same inputs give the same bytes."
+    ".kvq file. Without --text the model writes the text itself. The same inputs give the same bytes."
 )
 
 
@@ -24,7 +24,7 @@ DESCRIPTION = (
 class Output(Options):
     """What becomes of the artifact."""
 
-    output: str = field(metadata=option("artifact to write, .safetensors", metavar="FILE"))
+    output: str = field(metadata=option("artifact to write, .kvq", metavar="FILE"))
     picture: str | None = field(default=None, metadata=PICTURE)
     json: bool = field(default=False, metadata=option("print one JSON object instead of the table, as `oscar inspect --json`"))
     quiet: bool = field(default=False, metadata=option("no progress bar and no table"))
@@ -41,7 +41,11 @@ def run(found: argparse.Namespace) -> None:
     wanted = read_options(Output, found)
     options = read_options(CalibrationOptions, found, progress=not wanted.quiet)
     output = Path(wanted.output)
+
+    from oscar.format import artifact as artifacts
+
     check_output(output)
+    artifacts.check_place(output)
     check_output(options.save_stats, "--save-stats")
     check_picture(wanted.picture)
 
@@ -51,7 +55,6 @@ def run(found: argparse.Namespace) -> None:
     from oscar.calibration.check import check
     from oscar.calibration.picture import draw
     from oscar.calibration.report import artifact_bytes, describe, say_warnings, show
-    from oscar.format import artifact as artifacts
 
     identity, _ = check(options)
     free, need = shutil.disk_usage(existing(output.parent)).free, artifact_bytes(identity)

@@ -26,7 +26,7 @@ class ConvertOptions(Options):
     k_file: str = field(metadata=option("rotation file of the keys", metavar="K.pt", positional=True))
     v_file: str = field(metadata=option("rotation file of the values", metavar="V.pt", positional=True))
     model: str = field(metadata=MODEL)
-    output: str = field(metadata=option("artifact to write, .safetensors", metavar="FILE"))
+    output: str = field(metadata=option("artifact to write, .kvq", metavar="FILE"))
     k_clip: float = field(default=config.DEFAULT_K_CLIP, metadata=option(_CLIP.format("K"), metavar="Q"))
     v_clip: float = field(default=config.DEFAULT_V_CLIP, metadata=option(_CLIP.format("V"), metavar="Q"))
     group_size: int | None = field(default=None, metadata=GROUP_SIZE)

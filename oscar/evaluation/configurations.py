@@ -47,16 +47,13 @@ class Configuration:
     native_layers: int = 0
 
     def bits_per_element(self, model: ModelIdentity, context: int, windows: Windows) -> float:
-        """Bits of one number of K or V of a request of this length: rows, slot map and 16-bit windows."""
+        """Bits of one number of K or V of a request of this length: rows, maps and 16-bit windows."""
         geometry = model.num_layers, model.num_kv_heads
         elements = context * model.num_layers * model.num_kv_heads * (model.head_dim + model.v_head_dim)
         if self.name == BF16:
             return 8 * context * sizing.bytes_per_token_16_bit(*geometry, model.head_dim, model.v_head_dim) / elements
-        rows = context * sizing.bytes_per_token(*geometry, self.k_format, self.v_format, self.native_layers)
-        item_bytes = 4 if isinstance(self.k_format, LosslessFormat) else sizing.WINDOW_ITEM_BYTES
-        return (
-            8 * (rows + sizing.bytes_per_request(*geometry, model.head_dim, model.v_head_dim, *windows, item_bytes)) / elements
-        )
+        slot = sizing.bytes_per_token(*geometry, self.k_format, self.v_format, self.native_layers)
+        return 8 * (context + sizing.window_slots(context, *windows)) * slot / elements
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from oscar import support
 from oscar.calibration.run_transformers import LayerCapture, capturing
 from oscar.errors import OscarError
-from oscar.format.windows import WindowMaps
+from oscar.format.windows import WindowTable
 from oscar_kernel import BatchDecode, LayerCache, LayerCodec, Layers
 
 Windows = tuple[int, int]
@@ -78,10 +78,12 @@ class DocumentCache:
         caches = {i: LayerCache.zeros(codec, num_slots, num_slots, self.device) for i, codec in codecs.items()}
         self.layers = Layers({i: (caches[i], codec) for i, codec in codecs.items()}, num_qo_heads)
 
-    def maps(self, windows: Windows) -> WindowMaps:
-        """Every slot owns the row of its own number."""
-        slots = torch.arange(len(self.lens) * self.capacity, device=self.device)
-        return WindowMaps(slots.int(), torch.cat((slots, slots.new_tensor([-1]))), *windows)
+    def table(self, windows: Windows) -> WindowTable:
+        """Every document holds a row for each of its positions: that of the position's slot."""
+        sinks, ring = min(windows[0], self.capacity), max(0, self.capacity - windows[0])
+        table = WindowTable.full(len(self.lens), (sinks, windows[1]), device=self.device, ring_tokens=ring)
+        table.position[:-1] = torch.arange(self.capacity, dtype=torch.int32, device=self.device).repeat(len(self.lens))
+        return table
 
     def slots(self, num_tokens: int) -> Tensor:
         """[len(lens), num_tokens] int64: where the next tokens of each document go."""
@@ -98,7 +100,7 @@ class DocumentCache:
         decode, documents = self.layers.batch_decode(), torch.arange(len(self.lens), device=self.device)
         slots = torch.arange(len(self.lens) * self.capacity, device=self.device).view(len(self.lens), self.capacity)
         kv_lens = [n + i + 1 for n in self.lens for i in range(num_tokens)]
-        decode.plan(slots, documents.repeat_interleave(num_tokens), kv_lens, self.maps(windows))
+        decode.plan(slots, documents.repeat_interleave(num_tokens), kv_lens, self.table(windows))
         return decode
 
 
@@ -173,7 +175,7 @@ class Reader:
         """
         cache = DocumentCache(codecs, self.num_qo_heads, [0], len(tokens) + room)
         step, slots = cache.layers.batch_extend(), torch.arange(len(tokens), device=self.device)
-        step.plan(slots.unsqueeze(0), slots[:1], [0], [0, len(tokens)], cache.maps((0, 0)), slots, slots)
+        step.plan(slots.unsqueeze(0), slots[:1], [0], [0, len(tokens)], cache.table((0, 0)), slots, slots)
 
         def attend(layer_id: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, logit_cap: float) -> Tensor:
             return step.run(layer_id, q, k, v, sm_scale=sm_scale, logit_cap=logit_cap, out_dtype=torch.float32)

@@ -56,6 +56,7 @@ def evaluate(options: EvaluationOptions) -> dict:
     began = time.monotonic()
     calibration = _check(options)
     identity, model_config = check(calibration)
+    loaded = [artifacts.load(file, identity, native_layers=True) for file in options.artifacts]
     tokenizer = load_tokenizer(options.model)
     if tokenizer is None:
         raise OscarError(f"{options.model}: expected a tokenizer beside the weights, found none")
@@ -70,7 +71,7 @@ def evaluate(options: EvaluationOptions) -> dict:
         graded: dict[str, dict[tuple, TaskScores]] = {kind: {} for kind in tasks}
         if here:
             model = load_model(options.model, model_config, options.dtype, options.device)
-            configurations = _configurations(options, calibration, identity, model, model_config, steps)
+            configurations = _configurations(options, calibration, identity, model, model_config, loaded, steps)
             reader, served = Reader(model), options.served_context
             if documents:
                 with steps.step("text", sum(map(len, documents))) as advance:
@@ -138,9 +139,9 @@ def _check(options: EvaluationOptions) -> CalibrationOptions:
 
 
 def _configurations(
-    options: EvaluationOptions, calibration: CalibrationOptions, identity, model, model_config, steps: Steps
+    options: EvaluationOptions, calibration: CalibrationOptions, identity, model, model_config, loaded: list, steps: Steps
 ) -> list[Configuration]:
-    """Methods and artifacts in the order they were given."""
+    """Methods and artifacts in the order they were given; loaded: the artifacts."""
     if options.from_stats is not None:
         layers = saved.load(options.from_stats, identity).layers
     elif needs_statistics(options.chosen_methods):
@@ -148,9 +149,7 @@ def _configurations(
     else:
         layers = collect(replace(calibration, tokens=1, text=()), identity, model, model_config, steps, given=[]).layers
     made = [from_method(name, calibration, identity, layers, model.device) for name in options.chosen_methods]
-    for file in options.artifacts:
-        made.append(from_artifact(artifacts.load(file, identity, native_layers=True), file, model.device))
-    return made
+    return made + [from_artifact(one, file, model.device) for one, file in zip(loaded, options.artifacts, strict=True)]
 
 
 def _documents(options: EvaluationOptions, tokenizer) -> list[torch.Tensor]:
@@ -197,7 +196,7 @@ def _ask(server: Endpoint, tasks: dict[str, list[Task]], identity, options: Eval
         with steps.step(f"{kind}, HTTP", sum(task.num_tokens for task in asked)) as advance:
             graded[kind] = server.score(asked, advance)
     said = server.cache(identity, options.context)
-    return _entry(None, None, graded, options.chosen_tasks) | said
+    return _entry(None, None, graded, options.chosen_tasks) | said | server.lengths()
 
 
 def _at_chance(methods: dict[str, dict]) -> list[str]:

@@ -1,4 +1,5 @@
-"""The calibration artifact: one safetensors file with the transforms of every layer and a JSON header that says whose they are.
+"""The calibration artifact: one file in safetensors layout with the transforms of every layer and a JSON header that says
+whose they are.
 
 Tensors, for each layer i and each side s in (k, v), all float32, heads first (see `side.Side`):
 
@@ -22,8 +23,9 @@ from safetensors.torch import save as safetensors_save
 from torch import Tensor
 
 from oscar.errors import OscarError
+from oscar.format import linalg
 from oscar.format.codec import FORMAT_VERSION, RowFormat
-from oscar.format.identity import ARTIFACT_NAME, ModelIdentity
+from oscar.format.identity import ARTIFACT_NAME, ARTIFACT_SUFFIX, ModelIdentity
 from oscar.format.sealed_file import read_checked, seal, write_whole
 from oscar.format.side import SIDES, LayerTransforms, Side
 
@@ -74,9 +76,10 @@ def save(artifact: Artifact, path: str | Path) -> None:
     """Write the artifact; the file appears whole or not at all. Equal artifacts give equal bytes.
 
     Raises:
-        OscarError: the file cannot be written, or the artifact does not hold together.
+        OscarError: the file cannot be written or would be taken for weights, or the artifact does not hold together.
     """
     path = Path(path)
+    check_place(path)
     tensors = {
         f"layers.{layer_id}.{side}_{name}": tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
         for layer_id, layer in artifact.layers.items()
@@ -86,6 +89,15 @@ def save(artifact: Artifact, path: str | Path) -> None:
     header |= {"format_version": FORMAT_VERSION, "meta_dtype": _META_DTYPE, "model": dataclasses.asdict(artifact.model)}
     _check(artifact, path)
     write_whole(path, safetensors_save(tensors, metadata={"oscar": seal(header, tensors)}), "artifact")
+
+
+def check_place(path: Path) -> None:
+    """Refuse a name under which SGLang would load an artifact as weights of a model. Raises OscarError."""
+    if path.suffix == ".safetensors" and (path.parent / "config.json").is_file():
+        raise OscarError(
+            f"{path}: beside a model's weights a file that ends in .safetensors is loaded as weights; name it "
+            f"{path.parent / ARTIFACT_NAME} instead"
+        )
 
 
 def load(path: str | Path, model: ModelIdentity | None = None, native_layers: bool = False) -> Artifact:
@@ -148,18 +160,21 @@ def _layer(parts: dict[str, Tensor], layer_id: int, identity: ModelIdentity, pat
     return LayerTransforms(*(Side(**tensors) for tensors in sides))
 
 
-def cache_path(model: ModelIdentity) -> Path:
+def cache_path(model: ModelIdentity, suffix: str = ARTIFACT_SUFFIX) -> Path:
     """Where self-calibration keeps the artifact of this model: `$XDG_CACHE_HOME` or `~/.cache`, then `oscar/`."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "oscar" / f"{model.fingerprint}.safetensors"
+    return Path(root) / "oscar" / f"{model.fingerprint}{suffix}"
 
 
 def find(model_path: str | Path, model: ModelIdentity) -> Path | None:
-    """The artifact beside the weights, else the cached one, else None. Only names are looked at; `load` checks."""
-    for candidate in (Path(model_path) / ARTIFACT_NAME, cache_path(model)):
-        if candidate.is_file():
-            return candidate
-    return None
+    """The artifact beside the weights, else the cached one, else the one that version 0.1.0 cached, else None.
+
+    Only names are looked at; `load` checks.
+    """
+    candidates = [Path(model_path) / ARTIFACT_NAME, cache_path(model)]
+    if model.before is not None:
+        candidates.append(cache_path(model.before, ".safetensors"))
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
 def _check(artifact: Artifact, path: Path) -> None:
@@ -185,5 +200,10 @@ def _check(artifact: Artifact, path: Path) -> None:
                 raise OscarError(f"{where}: expected finite numbers, got NaN or infinity")
             if name == "clip" and not ((tensor > 0) & (tensor <= 1)).all():
                 raise OscarError(f"{where}: expected clip ratios in (0, 1], got {tensor.tolist()}")
+            if name == "transform" and (head := linalg.singular(tensor)) is not None:
+                raise OscarError(
+                    f"{where}, head {head}: expected a matrix that can be inverted, got a singular one; run `oscar calibrate` "
+                    "again"
+                )
             if name == "shaping" and tensor.tril().any():
                 raise OscarError(f"{where}: expected nothing on or below the diagonal, got entries there")

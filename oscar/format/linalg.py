@@ -20,3 +20,16 @@ def inverses(matrices: Tensor) -> Tensor:
         torch.linalg.LinAlgError: a matrix is singular.
     """
     return torch.stack([torch.linalg.inv(matrix) for matrix in matrices])
+
+
+def singular(matrices: Tensor) -> int | None:
+    """Index of the first matrix that cannot be inverted, or None.
+
+    Args:
+        matrices: [n, d, d] float32 or float64, finite.
+    """
+    for index, matrix in enumerate(matrices.double()):
+        pivots = torch.linalg.lu_factor_ex(matrix)[0].diagonal().abs()
+        if not pivots.min() > 1e-12 * pivots.max():
+            return index
+    return None

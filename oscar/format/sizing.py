@@ -1,26 +1,27 @@
-"""Every byte count of the product, once: what a token takes in the pool and what a request takes in the 16-bit windows.
+"""Every byte count of the product, once: what a token takes in the pool, and what the 16-bit windows of a request take.
 
     pool     each slot   num_layers * num_kv_heads * (K row + V row) bytes of codes and metadata + MAP_BYTES;
                          a native layer's K and V rows are head_dim and v_head_dim 16-bit numbers
-    windows  each row    num_layers * num_kv_heads * (head_dim + v_head_dim) * 2 bytes           + ROW_MAP_BYTES
-             a request slot adds `window_rows` of them, whether a request runs in it or not
+    windows  each row    SLOTS_PER_ROW slots of the pool, in pages of the pool; a request takes them as it grows, and gives
+                         them back when it ends
 
-The server, `oscar plan` and the reports all count with these functions. On a tensor-parallel rank, num_kv_heads is the
-rank's own number of heads and num_layers its own number of layers.
+So memory has one currency, the slot: requests, their windows and cached prefixes share all of it. The server, `oscar plan` and
+the reports all count with these functions. On a tensor-parallel rank, num_kv_heads is the rank's own number of heads and
+num_layers its own number of layers.
 """
 
 from __future__ import annotations
 
 from oscar.format.codec import LosslessFormat, RowFormat
+from oscar.format.windows import pages_of
 
 Format = RowFormat | LosslessFormat
-MAP_BYTES = 4
-"""Bytes of a slot's entry in `row_of_slot`, int32."""
-ROW_MAP_BYTES = 8
-"""Bytes of a window row's entry in `slot_of_row`, int64."""
-SINK_SHARE = 2
-"""Sink rows per request slot, in units of sink_tokens: one for the request that runs, one for a finished prefix that is still
-in the radix cache."""
+SLOTS_PER_ROW = 8
+"""Slots whose memory holds one row of the windows: a slot has at least head_dim / 4 bytes for a head, a row 2 * head_dim."""
+PAGE_SIZE = 64
+"""Slots of a page of the pool, unless the user chooses: a multiple of SLOTS_PER_ROW."""
+MAP_BYTES = 5
+"""Bytes of a slot's entries in the maps: the row of a slot, int32, and for each row its slot and its position, int32 each."""
 WINDOW_ITEM_BYTES = 2
 """Bytes of one number in the windows, bfloat16."""
 
@@ -52,26 +53,19 @@ def bits_per_element(k_format: Format, v_format: Format, native_share: float = 0
     return (1 - native_share) * coded + native_share * 8 * WINDOW_ITEM_BYTES
 
 
-def window_rows(sink_tokens: int, recent_tokens: int) -> int:
-    """16-bit rows that one request slot adds to the windows."""
-    return recent_tokens + SINK_SHARE * sink_tokens
-
-
-def bytes_per_request(
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-    sink_tokens: int,
-    recent_tokens: int,
-    item_bytes: int = WINDOW_ITEM_BYTES,
-) -> int:
-    """Bytes that one request slot adds to the windows, their map entries included.
+def window_slots(tokens: int, sink_tokens: int, recent_tokens: int, page_size: int = PAGE_SIZE) -> int:
+    """Slots that the windows of a request of so many tokens take.
 
     Args:
-        num_layers, num_kv_heads, head_dim, v_head_dim: geometry, of one rank where there are several.
-        sink_tokens, recent_tokens: sizes of the windows, in tokens.
-        item_bytes: bytes of one number in a window row: 2, or 4 with the lossless codec.
+        tokens: of the request. sink_tokens, recent_tokens: sizes of the windows, in tokens.
+        page_size: slots of a page of the pool, a multiple of SLOTS_PER_ROW.
     """
-    row = num_layers * num_kv_heads * (head_dim + v_head_dim) * item_bytes
-    return window_rows(sink_tokens, recent_tokens) * (row + ROW_MAP_BYTES)
+    rows_per_page = page_size // SLOTS_PER_ROW
+    sinks = min(tokens, sink_tokens)
+    recent = min(tokens - sinks, recent_tokens)
+    return (pages_of(sinks, rows_per_page) + pages_of(recent, rows_per_page)) * page_size
+
+
+def request_slots(tokens: int, sink_tokens: int, recent_tokens: int, page_size: int = PAGE_SIZE) -> int:
+    """Slots that a request of so many tokens takes, its windows included. Arguments as in `window_slots`."""
+    return pages_of(tokens, page_size) * page_size + window_slots(tokens, sink_tokens, recent_tokens, page_size)

@@ -1,4 +1,4 @@
-"""What `--kv-quant oscar` works with: one table, one detector of model features, and the sentences made from them.
+"""What `--kv-quant oscar` works with: tables, one detector of model features, and the sentences made from them.
 
 Serving, calibration, evaluation and conversion ask here, so that none of them takes a model that another refuses without
 saying so. Importing this package imports neither torch, transformers nor SGLang.
@@ -14,14 +14,15 @@ from oscar.support.sentences import (
     not_served,
     option_refusal,
 )
-from oscar.support.table import HARDWARE, MODEL_FEATURES, OFF, ON_CPU, SERVER_OPTIONS, Feature, Option
+from oscar.support.server_options import REFUSED, Option
+from oscar.support.table import HARDWARE, MODEL_FEATURES, OFF, ON_CPU, Feature
 
 __all__ = [
     "HARDWARE",
     "MODEL_FEATURES",
     "OFF",
     "ON_CPU",
-    "SERVER_OPTIONS",
+    "REFUSED",
     "Feature",
     "Option",
     "architecture_refusal",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from oscar.support.table import HARDWARE, MODEL_FEATURES, ON_CPU, SERVER_OPTIONS, Feature, Option
+from oscar.support.server_options import Option
+from oscar.support.table import HARDWARE, MODEL_FEATURES, ON_CPU, Feature
 
 
 def model_feature(key: str) -> Feature:
@@ -83,7 +84,7 @@ def _written(value: Any) -> str:
 
 
 def markdown() -> str:
-    """The whole table as Markdown, for docs/."""
+    """Models and hardware as a Markdown table, for docs/support.md."""
     from oscar_kernel import architectures  # the package imports torch
 
     lines = ["| what | with --kv-quant oscar | why, and what to do |", "|---|---|---|"]
@@ -100,11 +101,4 @@ def markdown() -> str:
         if card.in_report:
             remark = f"never run there; {card.remark or 'lowered without a card'}"
         lines.append(f"| {card.key}: {card.name} | Triton kernels | {remark} |")
-    for option in SERVER_OPTIONS:
-        if not option.allowed:
-            lines.append(f"| `{option.flag}` | any value | |")
-            continue
-        named = [_written(value) for value in option.allowed if value not in (None, False, [], ())]
-        verdict = f"only {' or '.join(named)}" if named else "refused at start"
-        lines.append(f"| `{option.flag}` | {verdict} | {option.reason}; {option.alternative.format(flag=option.flag)} |")
     return "\n".join(lines)

@@ -64,7 +64,7 @@ def main() -> int:
     needles = [make_needle(tokenizer, args.tokens, seed=seed) for seed in range(args.n)]
     common = ("--mem-fraction-static", args.mem_fraction_static)
     with tempfile.TemporaryDirectory() as folder:
-        ours, plain = Path(folder) / "oscar.safetensors", Path(folder) / "int2.safetensors"
+        ours, plain = Path(folder) / "oscar.kvq", Path(folder) / "int2.kvq"
         setups.run_calibrate(model, ours)
         setups.run_calibrate(model, plain, "--method", "identity")
         flags_of = {

@@ -31,9 +31,13 @@ def bits_per_element(model: Path, tokens: int, windows: tuple[int, int]) -> floa
     config = AutoConfig.from_pretrained(model)
     geometry, head_dim = (config.num_hidden_layers, config.num_key_value_heads), config.head_dim
     fmt = RowFormat(head_dim)
-    rows = tokens * sizing.bytes_per_token(*geometry, fmt, fmt)
-    window = sizing.bytes_per_request(*geometry, head_dim, head_dim, *windows)
-    return 16 * (rows + window) / (tokens * sizing.bytes_per_token_16_bit(*geometry, head_dim, head_dim))
+    slots = tokens + sizing.window_slots(tokens, *windows)
+    return (
+        16
+        * slots
+        * sizing.bytes_per_token(*geometry, fmt, fmt)
+        / (tokens * sizing.bytes_per_token_16_bit(*geometry, head_dim, head_dim))
+    )
 
 
 def draw_bits(axis, model: Path, configurations: dict) -> None:

@@ -45,7 +45,11 @@ from oscar.format import sizing
 from oscar.format.artifact import load, save
 from oscar.format.identity import ModelIdentity
 
+MIN_GAPS = 16
+"""Times between tokens below which no decode rate is given."""
 PAGE = 64
+LENGTHY = 1 << 20
+"""Tokens of a request whose windows are full."""
 """Tokens a request may waste at its end, and that the server keeps for itself."""
 VLLM_BLOCK = 128
 """Tokens of a block of vLLM's cache, its default on a CPU; it keeps one block for itself."""
@@ -98,36 +102,31 @@ class Configuration:
     bytes_per_request: int
 
     def largest_batch(self, budget: int, tokens: int) -> int:
-        """Requests of `tokens` tokens that `budget` bytes hold at once; one request slot is the server's."""
-        per_request = self.bytes_per_request + (tokens + PAGE) * self.bytes_per_token
-        return (budget - self.bytes_per_request) // per_request
+        """Requests of `tokens` tokens that `budget` bytes hold at once."""
+        return budget // (self.bytes_per_request + (tokens + PAGE) * self.bytes_per_token)
 
-    def tokens(self, budget: int, batch: int) -> int:
-        """Slots that `budget` bytes pay for when `batch` requests have their windows."""
-        return (budget - (batch + 1) * self.bytes_per_request) // self.bytes_per_token // PAGE * PAGE
+    def tokens(self, budget: int) -> int:
+        """Slots that `budget` bytes pay for."""
+        return budget // self.bytes_per_token // PAGE * PAGE
 
 
 def make_configurations(model: Path, work: Path) -> list[Configuration]:
     """All configurations; calibrates on a little text, since speed does not depend on how well."""
     identity = ModelIdentity.from_path(model)
     layers, heads, dims = identity.num_layers, identity.num_kv_heads, (identity.head_dim, identity.v_head_dim)
-    coded, native = work / "oscar.safetensors", work / "bf16.safetensors"
+    coded, native = work / "oscar.kvq", work / "bf16.kvq"
     text = str(embedded_model() / "heldout.txt")
     setups.run_calibrate(model, coded, "--quiet", "--text", text, "--tokens", "4096", "--max-length", "1024")
     artifact = load(coded)
     save(replace(artifact, layers={layers - 1: artifact.layers[layers - 1]}), native)
     formats = artifact.k_format, artifact.v_format
-    window = sizing.bytes_per_request(layers, heads, *dims, DEFAULT_SINK_TOKENS, DEFAULT_RECENT_TOKENS)
+    windows = sizing.window_slots(LENGTHY, DEFAULT_SINK_TOKENS, DEFAULT_RECENT_TOKENS)
+    in_2_bits, kept = (sizing.bytes_per_token(layers, heads, *formats, native) for native in (0, layers - 1))
     flags = ["--kv-quant", "oscar", "--oscar-artifact"]
     in_16_bits = sizing.bytes_per_token_16_bit(layers, heads, *dims)
     return [
-        Configuration("oscar", [*flags, str(coded)], sizing.bytes_per_token(layers, heads, *formats), window),
-        Configuration(
-            "bf16",
-            [*flags, str(native), "--oscar-allow-native-layers"],
-            sizing.bytes_per_token(layers, heads, *formats, layers - 1),
-            window,
-        ),
+        Configuration("oscar", [*flags, str(coded)], in_2_bits, windows * in_2_bits),
+        Configuration("bf16", [*flags, str(native), "--oscar-allow-native-layers"], kept, windows * kept),
         Configuration("stock", ["--kv-quant", "none"], in_16_bits, 0),
         # A request's last block may be all but empty, so it counts as the request's own.
         Configuration("vllm", ["--dtype", "bfloat16", "--no-enable-prefix-caching"], in_16_bits, VLLM_BLOCK * in_16_bits),
@@ -141,7 +140,7 @@ def start(configuration: Configuration, largest: int, args, work: Path) -> Sglan
         flags = ["--kv-cache-memory-bytes", args.budget_mib << 20, "--max-num-seqs", largest]
         flags += ["--max-model-len", args.input_len + args.output_len, "--max-num-batched-tokens", args.chunk]
         return VllmServer(args.model, *configuration.flags, *map(str, flags), python=args.vllm_python, **options)
-    flags = ["--max-total-tokens", configuration.tokens(args.budget_mib << 20, largest), "--max-running-requests", largest]
+    flags = ["--max-total-tokens", configuration.tokens(args.budget_mib << 20), "--max-running-requests", largest]
     flags += ["--chunked-prefill-size", args.chunk]
     return SglangServer(args.model, *configuration.flags, *flags, **options)
 
@@ -197,14 +196,23 @@ def cannot_serve(python: Path) -> str | None:
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
-def decoding(record: dict) -> tuple[int, list[float]]:
+def counted(server: SglangServer | VllmServer, prompts: Path) -> int:
+    """Tokens that the server itself counts in the first of these prompts."""
+    text = json.loads(prompts.read_text().splitlines()[0])["conversations"][0]["content"]
+    name = requests.get(server.url + "/v1/models", timeout=60).json()["data"][0]["id"]
+    return server.post("/v1/completions", model=name, prompt=text, max_tokens=1)["usage"]["prompt_tokens"]
+
+
+def decoding(record: dict, at_least: int = MIN_GAPS) -> tuple[int, list[float]]:
     """Most requests that decoded at once, and the times between two tokens of a request while so many did, s.
 
     Other gaps say nothing of decode: SGLang fills them with the prefill of requests that wait, vLLM adds a piece of a prompt to
     the step.
 
+    at_least: times without which there is no rate.
+
     Raises:
-        RuntimeError: the answers are too short to overlap for a step.
+        RuntimeError: the answers are too short to overlap for a step, or for as many steps as a rate takes.
     """
     times = [list(accumulate(gaps, initial=first)) for first, gaps in zip(record["ttfts"], record["itls"], strict=True)]
     slack = 0.01  # the requests of a step answer within milliseconds of one another
@@ -216,6 +224,8 @@ def decoding(record: dict) -> tuple[int, list[float]]:
     gaps = [b - a for t in times for a, b in pairwise(t) if at_once(a) == at_once(b) == most]
     if not gaps:
         raise RuntimeError(f"expected {most} requests to decode together for a step, they did not; give a larger --output-len")
+    if len(gaps) < at_least:
+        raise RuntimeError(f"expected {at_least} times between tokens for a rate, got {len(gaps)}; give a larger --output-len")
     return most, gaps
 
 
@@ -227,12 +237,17 @@ def measure(configuration: Configuration, largest: int, args, work: Path) -> lis
         for batch in sorted({1, largest}):
             record = run_client(server, batch, args.input_len, args, work)
             admitted, gaps = decoding(record)
+            seen = counted(server, work / "prompts.jsonl")
+            if seen != args.input_len:
+                raise RuntimeError(f"{server.log}: expected prompts of {args.input_len} tokens, the server counted {seen}")
             median = 1e3 * statistics.median(gaps)
             rows.append(
                 {
                     "arm": configuration.name,
                     "batch": batch,
                     "admitted": admitted,
+                    "prompt_tokens": seen,
+                    "new_tokens": record["total_output_tokens"] / batch,
                     "pool_tokens": server.pool_tokens(),
                     "bytes_per_token": configuration.bytes_per_token,
                     "ms_per_token": median,
@@ -248,13 +263,18 @@ def measure(configuration: Configuration, largest: int, args, work: Path) -> lis
     return rows
 
 
+FIRST_COLUMNS = ("arm", "batch", "admitted", "prompt_tokens", "new_tokens", "pool_tokens")
+"""Keys of a row before its speeds, in the order of the table. The tokens are those that the server and the client counted."""
+
+
 def show(rows: list[dict], title: str) -> None:
     table = Table(title=title)
-    columns = "configuration|batch|admitted|pool tokens|ms a token|decode tokens/s|tokens/s with prefill|first token, s"
+    columns = "configuration|batch|admitted|tokens in|tokens out|pool tokens|"
+    columns += "ms a token|decode tokens/s|tokens/s with prefill|first token, s"
     for name in columns.split("|"):
         table.add_column(name, justify="right")
     for row in rows:
-        first = (str(row[name]) for name in ("arm", "batch", "admitted", "pool_tokens"))
+        first = (f"{row[name]:g}" if name == "new_tokens" else str(row[name]) for name in FIRST_COLUMNS)
         speeds = row["ms_per_token"], row["decode_tokens_per_s"]
         table.add_row(
             *first, *(f"{x:.1f}" for x in speeds), f"{row['overall_tokens_per_s']:.2f}", f"{row['median_ttft_ms'] / 1e3:.1f}"
@@ -290,6 +310,10 @@ def main() -> None:
     largest = {configuration.name: min(args.max_batch, configuration.largest_batch(budget, tokens)) for configuration in chosen}
     if too_large := [name for name, batch in largest.items() if batch < 1]:
         parser.error(f"--budget-mib {args.budget_mib}: no request fits in the configuration {too_large[0]}; give more")
+    if args.output_len <= MIN_GAPS:
+        parser.error(
+            f"--output-len {args.output_len}: expected more than {MIN_GAPS} tokens, from fewer there is no decode rate"
+        )
     layers = ModelIdentity.from_path(args.model).num_layers
     about = {"layers": layers, "input_len": args.input_len, "output_len": args.output_len, "budget_mib": args.budget_mib}
     about |= {"chunk": args.chunk, "threads": torch.get_num_threads(), "load_average": os.getloadavg()}
@@ -298,7 +322,10 @@ def main() -> None:
         rows += measure(configuration, largest[configuration.name], args, work)
         if args.json:
             setups.write_json(args.json, {"about": about, "rows": rows})
-    show(rows, f"{layers} layers, {args.input_len} tokens in, {args.output_len} out, {args.budget_mib} MiB of KV memory each")
+    show(
+        rows,
+        f"{layers} layers, {args.input_len} tokens in and {args.output_len} out asked, {args.budget_mib} MiB of KV memory each",
+    )
 
 
 if __name__ == "__main__":

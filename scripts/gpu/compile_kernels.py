@@ -26,7 +26,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from oscar.format.codec import RowFormat
 from oscar.format.side import LayerTransforms, Side
-from oscar.format.windows import WindowMaps
+from oscar.format.windows import WindowTable
 from oscar_kernel.architectures import ARCHITECTURES
 from oscar_kernel.layer import LayerCache, LayerCodec
 from oscar_kernel.triton import decode, extend, plan, query, shaping, step_codes, store
@@ -303,9 +303,9 @@ def cases() -> dict[str, Callable[[], object]]:
 def _run_all(heads, kv_group_num, dim, group_size=None, fold=True, cap=0.0, native=False, shaped=False) -> None:
     codec = _codec(heads, dim, group_size, fold, native, shaped)
     layer = TritonLayer(LayerCache.zeros(codec, num_slots=64, num_rows=64), codec)
-    bs, num_qo_heads, maps = 2, heads * kv_group_num, WindowMaps(torch.zeros(64).int(), torch.zeros(65).long(), 64, 256)
-    plan_buffers = PlanBuffers(bs, bs, maps.sink_tokens, maps.recent_tokens, "cpu")
-    made = plan_tokens(plan_buffers, torch.zeros(4, 4096).int(), torch.arange(bs), torch.tensor([100, 2000]), maps)
+    bs, num_qo_heads, windows = 2, heads * kv_group_num, WindowTable.full(2, (64, 256), 8)
+    plan_buffers = PlanBuffers(bs, bs, windows.sink_tokens, windows.recent_tokens, "cpu")
+    made = plan_tokens(plan_buffers, torch.zeros(4, 4096).int(), torch.arange(bs), torch.tensor([100, 2000]), windows)
 
     def rows(n: int, num_heads: int) -> Tensor:
         return torch.zeros(n, num_heads, dim, dtype=torch.bfloat16)

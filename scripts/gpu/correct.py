@@ -85,7 +85,7 @@ def check_step_codes(sizes: Sizes, device: str) -> str | None:
 def check_decode(sizes: Sizes, device: str, variant: Variant) -> str | None:
     """Decode against float64 on the same codes, merged in either way."""
     batch = Batch(sizes.decode_lens, codec_of(sizes, device, variant), device)
-    batch.maps.slot_of_row[::7] = -1  # some rows are lost
+    batch.windows.position[::7] = -1  # some rows are lost
     bs, layer = len(batch.lens), batch.layers[0]
     q = torch.randn(bs, sizes.num_qo_heads, sizes.dim, device=device)
     groups = layer.tensors.v.planes.num_groups

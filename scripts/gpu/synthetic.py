@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oscar.format.codec import LosslessFormat, RowFormat
 from oscar.format.side import LayerTransforms, Side
-from oscar.format.windows import WindowMaps, in_windows
+from oscar.format.windows import WindowTable
 from oscar_kernel import LayerCache, LayerCodec, ReadPlan, plan_read
 from oscar_kernel.layer import SideCache, SideCodec
 from oscar_kernel.triton.common import TritonLayer
@@ -119,21 +119,16 @@ class Batch:
         order, at = torch.randperm(total, device=device).int() + 1, 0
         self.req_to_token = torch.zeros(bs, max(lens), dtype=torch.int32, device=device)
         self.requests = torch.arange(bs, device=device)
-        row_of_slot = torch.full((total + 1,), -1, dtype=torch.int32, device=device)
-        slot_of_row = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=device)
+        self.windows = WindowTable.full(bs, (SINK, RECENT), device=device)
         for b, n in enumerate(lens):
-            slots, position = order[at : at + n], torch.arange(n, device=device)
-            self.req_to_token[b, :n] = slots
-            is_sink, is_recent = in_windows(position, torch.tensor(n, device=device), SINK, RECENT)
-            row = b * (SINK + RECENT) + torch.where(is_sink, position, SINK + position % RECENT)
-            kept = is_sink | is_recent
-            row_of_slot[slots[kept].long()] = row[kept].int()
-            slot_of_row[row[kept]] = slots[kept].long()
+            self.req_to_token[b, :n] = order[at : at + n]
+            position = torch.arange(n, device=device)
+            position = position[(position < SINK) | (position >= n - RECENT)]
+            self.windows.record(self.windows.rows(self.requests[b], position), position)
             at += n
         if isinstance(codec.k.fmt, LosslessFormat):
             # Windows and pool are random apart, and the kernels read such a layer from the pool.
-            row_of_slot.fill_(-1)
-        self.maps = WindowMaps(row_of_slot, slot_of_row, SINK, RECENT)
+            self.windows.position.fill_(-1)
         self.layers = [
             TritonLayer(LayerCache(*(random_side(side, total + 1, num_rows, device) for side in (codec.k, codec.v))), codec)
             for _ in range(layers)
@@ -144,10 +139,10 @@ class Batch:
         budget = item_budget(len(self.lens), head_blocks, num_sms(self.device), launch.waves)
         buffers = PlanBuffers(len(self.lens), budget, SINK, RECENT, self.device)
         lens = torch.tensor(self.lens, device=self.device)
-        return plan_tokens(buffers, self.req_to_token, self.requests, lens, self.maps)
+        return plan_tokens(buffers, self.req_to_token, self.requests, lens, self.windows)
 
     def reference_plan(self) -> ReadPlan:
-        return plan_read(self.req_to_token, self.requests, self.lens, self.maps)
+        return plan_read(self.req_to_token, self.requests, self.lens, self.windows)
 
     def oracle(self, q: Tensor, b: int, sm_scale: float) -> Tensor:
         """Output of sequence b in float64. q: [num_qo_heads, head_dim]."""

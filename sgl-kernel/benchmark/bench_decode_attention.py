@@ -27,36 +27,38 @@ from peers import PEERS, Configuration, VllmWorker
 from torch import Tensor
 
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
-from oscar.format.windows import WindowMaps
-from oscar_kernel import BatchDecode, Layers
+from oscar.format.windows import WindowTable
+from oscar_kernel import BatchDecode, Layers, plan_read
 
 SETTLE_SECONDS = 0.003
 """Pause before a configuration's turn: idle threads of the one before spin for about a millisecond before they sleep."""
 
 
-def decoder(layers: Layers, slots: Tensor, maps: WindowMaps) -> BatchDecode:
+def decoder(layers: Layers, slots: Tensor, windows: WindowTable) -> BatchDecode:
     """A decode step over all of `slots` [bs, ctx], planned."""
     bs, ctx = slots.shape
     decode = layers.batch_decode()
-    decode.plan(slots, torch.arange(bs), [ctx] * bs, maps)
+    decode.plan(slots, torch.arange(bs), [ctx] * bs, windows)
     return decode
 
 
 def int2(shape: Shape, slots: Tensor, q: Tensor, sinks: int, recent: int) -> tuple[Configuration, Callable[[], float]]:
     """The 2-bit cache with full windows, and a function that gives its relative error."""
-    maps = common.full_windows(slots, sinks, recent)
-    window = maps.no_row
+    windows = common.full_windows(slots, sinks, recent)
+    window = windows.no_row
     packed = slots.numel() - window
     per_token = 2 * shape.num_kv_heads * (shape.head_dim // 4 + 4)
     num_bytes = packed * per_token + window * 4 * shape.num_kv_heads * shape.head_dim
     count = common.layers_for(num_bytes)
-    layers = common.random_layers(shape, count, int(slots.max()) + 1, maps.no_row)
-    decode, scale = decoder(layers, slots, maps), shape.head_dim**-0.5
+    layers = common.random_layers(shape, count, int(slots.max()) + 1, windows.no_row)
+    decode, scale = decoder(layers, slots, windows), shape.head_dim**-0.5
 
     def run(i):
         return decode.run(i % count, q, sm_scale=scale, out_dtype=torch.float32)
 
-    return Configuration("oscar int2", 2, num_bytes, count, run), lambda: relative_error(run(0), q, layers, decode, scale)
+    return Configuration("oscar int2", 2, num_bytes, count, run), lambda: relative_error(
+        run(0), q, layers, slots, windows, scale
+    )
 
 
 def bf16(shape: Shape, slots: Tensor, q: Tensor) -> Configuration:
@@ -64,20 +66,21 @@ def bf16(shape: Shape, slots: Tensor, q: Tensor) -> Configuration:
     num_bytes = peers.bytes_in_16_bits(shape, *slots.shape)
     count = common.layers_for(num_bytes)
     layers = common.random_layers(shape, count, int(slots.max()) + 1, 0, bits=16)
-    decode, scale = decoder(layers, slots, WindowMaps.none()), shape.head_dim**-0.5
+    decode, scale = decoder(layers, slots, WindowTable.none()), shape.head_dim**-0.5
     run = lambda i: decode.run(i % count, q, sm_scale=scale, out_dtype=torch.float32)  # noqa: E731
     return Configuration("oscar bf16", 16, num_bytes, count, run)
 
 
-def relative_error(out: Tensor, q: Tensor, layers: Layers, decode: BatchDecode, scale: float) -> float:
+def relative_error(out: Tensor, q: Tensor, layers: Layers, slots: Tensor, windows: WindowTable, scale: float) -> float:
     """Largest error of a query head relative to its norm, against float64 on the same rows. First sequence, layer 0."""
-    cache, codec, plan = layers.cache(0), layers.codec(0), decode.read
-    slots, rows = plan.slots[0][plan.packed_mask[0]], plan.window_rows[0][plan.window_mask[0]]
+    cache, codec = layers.cache(0), layers.codec(0)
+    plan = plan_read(slots[:1], torch.arange(1), [slots.shape[1]], windows)
+    packed, rows = plan.slots[0][plan.packed_mask[0]], plan.window_rows[0][plan.window_mask[0]]
     queries = q[0].double().unflatten(0, (codec.num_kv_heads, -1))
     worst = 0.0
     for h, (query, got) in enumerate(zip(queries, out[0].double().unflatten(0, (codec.num_kv_heads, -1)), strict=True)):
         k, v = (
-            torch.cat((side.decode(stored.buffer[slots, h : h + 1])[:, 0].double(), stored.window[rows, h].double()))
+            torch.cat((side.decode(stored.buffer[packed, h : h + 1])[:, 0].double(), stored.window[rows, h].double()))
             for side, stored in ((codec.k, cache.k), (codec.v, cache.v))
         )
         expected = (query @ codec.k.read_transform[h].double() @ k.T * scale).softmax(-1) @ v
@@ -88,9 +91,9 @@ def relative_error(out: Tensor, q: Tensor, layers: Layers, decode: BatchDecode, 
 def call_overhead(shape: Shape, calls: int) -> dict:
     """What one decode call costs with one sequence of `common.OVERHEAD_TOKENS` tokens, as `common.overhead` gives it."""
     slots = common.paged_slots(1, common.OVERHEAD_TOKENS)
-    maps = common.full_windows(slots, *common.OVERHEAD_WINDOWS)
-    layers = common.random_layers(shape, 1, int(slots.max()) + 1, maps.no_row)
-    decode, q = decoder(layers, slots, maps), torch.randn(1, shape.num_qo_heads, shape.head_dim).bfloat16()
+    windows = common.full_windows(slots, *common.OVERHEAD_WINDOWS)
+    layers = common.random_layers(shape, 1, int(slots.max()) + 1, windows.no_row)
+    decode, q = decoder(layers, slots, windows), torch.randn(1, shape.num_qo_heads, shape.head_dim).bfloat16()
     return common.overhead(lambda: decode.run(0, q, sm_scale=shape.head_dim**-0.5, out_dtype=torch.float32), calls)
 
 

@@ -49,12 +49,12 @@ def main() -> None:
 def call_overhead(shape: Shape, calls: int) -> dict:
     """What one extend of one token costs, its writes included, as `common.overhead` gives it."""
     slots = common.paged_slots(1, common.OVERHEAD_TOKENS)
-    maps = common.full_windows(slots, *common.OVERHEAD_WINDOWS)
+    windows = common.full_windows(slots, *common.OVERHEAD_WINDOWS)
     free = int(slots.max()) + 1
-    layers = common.random_layers(shape, 1, free + 1, maps.no_row)
+    layers = common.random_layers(shape, 1, free + 1, windows.no_row)
     extend = layers.batch_extend()
-    nowhere = torch.tensor([maps.no_row])
-    extend.plan(slots, torch.arange(1), [common.OVERHEAD_TOKENS], [0, 1], maps, torch.tensor([free]), nowhere)
+    nowhere = torch.tensor([windows.no_row])
+    extend.plan(slots, torch.arange(1), [common.OVERHEAD_TOKENS], [0, 1], windows, torch.tensor([free]), nowhere)
     q, k, v = (torch.randn(1, n, shape.head_dim).bfloat16() for n in (shape.num_qo_heads, *[shape.num_kv_heads] * 2))
     return common.overhead(lambda: extend.run(0, q, k, v, sm_scale=shape.head_dim**-0.5), calls)
 
@@ -66,10 +66,10 @@ def run_case(shape: Shape, prefix: int, new: int, rounds: int) -> dict:
     q = torch.randn(new, heads * group, dim).bfloat16()
     k_new, v_new = (torch.randn(new, heads, dim).bfloat16() for _ in range(2))
     slots = common.paged_slots(1, prefix)
-    maps = common.full_windows(slots, DEFAULT_SINK_TOKENS, DEFAULT_RECENT_TOKENS)
+    windows = common.full_windows(slots, DEFAULT_SINK_TOKENS, DEFAULT_RECENT_TOKENS)
     # The op below the public interface: `BatchExtend.run` also writes the new tokens, which the peers do not.
-    layer = common.random_layers(shape, 1, prefix + 65, maps.no_row).by_id[0]
-    plan = layer.plan(plan_read(slots, torch.arange(1), [prefix], maps))
+    layer = common.random_layers(shape, 1, prefix + 65, windows.no_row).by_id[0]
+    plan = layer.plan(plan_read(slots, torch.arange(1), [prefix], windows))
 
     def oscar():
         return layer.extend(q, k_new, v_new, [0, new], plan, dim**-0.5, 0.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from oscar.format.windows import WindowMaps
+from oscar.format.windows import WindowTable
 from oscar_kernel import Layers
 from oscar_kernel.cpu import library as cpu
 from oscar_kernel.testing import random_cache, random_codec
@@ -70,19 +70,16 @@ def paged_slots(bs: int, ctx: int, page_size: int = 64) -> Tensor:
     return order.view(bs, -1)[:, :ctx].int().contiguous()
 
 
-def full_windows(slots: Tensor, sink_tokens: int, recent_tokens: int) -> WindowMaps:
-    """Maps in which both windows of every sequence are full. slots: [bs, ctx] as from `paged_slots`."""
+def full_windows(slots: Tensor, sink_tokens: int, recent_tokens: int) -> WindowTable:
+    """A table in which both windows of every sequence are full. slots: [bs, ctx] as from `paged_slots`."""
     bs, ctx = slots.shape
     sinks = min(sink_tokens, ctx)
     recent = min(recent_tokens, ctx - sinks)
-    num_rows = bs * (sinks + recent)
-    row_of_slot = torch.full((int(slots.max()) + 1 if ctx else 1,), -1, dtype=torch.int32)
-    slot_of_row = torch.full((num_rows + 1,), -1, dtype=torch.int64)
-    if num_rows:
-        window = torch.cat((slots[:, :sinks], slots[:, ctx - recent :]), 1).flatten().long()
-        row_of_slot[window] = torch.arange(num_rows, dtype=torch.int32)
-        slot_of_row[:num_rows] = window
-    return WindowMaps(row_of_slot, slot_of_row, sinks, recent)
+    table = WindowTable.full(bs, (sinks, recent))
+    position = torch.cat((torch.arange(sinks), torch.arange(ctx - recent, ctx)))
+    for b in range(bs):
+        table.record(table.rows(torch.tensor(b), position), position)
+    return table
 
 
 def overhead(run: Callable[[], object], calls: int) -> dict[str, dict[str, float]]:

@@ -96,7 +96,7 @@ def test_calibrate_save_load(tiny_models, tmp_path):
 
 def test_evaluate_an_artifact(tmp_path):
     """The lines of the README: an artifact called as a method is, beside 16 bits."""
-    file = tmp_path / "oscar.safetensors"
+    file = tmp_path / "oscar.kvq"
     oscar.save(oscar.calibrate(model=embedded_model(), method="hadamard", tokens=512, progress=False), file)
     sizes = {"context": 128, "continuation": 16, "documents": 2, "sink_tokens": 4, "recent_tokens": 16}
     report = oscar.evaluate(model=embedded_model(), artifacts=[file], tasks=["divergence"], **sizes, progress=False)

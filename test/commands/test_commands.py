@@ -166,6 +166,18 @@ def test_plan(tiny_models, capsys):
     assert "7.01 times fewer" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "longest, contexts",
+    [(512, [512]), (8192, [4096, 8192]), (40960, [4096, 32768, 40960]), (131072, [4096, 32768, 131072])],
+)
+def test_plan_lists_lengths_that_the_model_has(longest, contexts, tiny_models, capsys):
+    model = tiny_models(num_hidden_layers=12, max_position_embeddings=longest)
+    assert run("plan", "--model", model, "--json") == 0
+    assert [row["tokens"] for row in json.loads(capsys.readouterr().out)["contexts"]] == contexts
+    assert run("plan", "--model", model, "--context", 2 * longest, "--json") == 0  # asked for by name
+    assert [row["tokens"] for row in json.loads(capsys.readouterr().out)["contexts"]] == [2 * longest]
+
+
 def test_layers_in_16_bits(tiny_models, tmp_path, capsys):
     file, model = tmp_path / "a", tiny_models(head_dim=128)
     assert run("plan", "--model", model, "--skip-layers", "1", "--json") == 0

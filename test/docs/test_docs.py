@@ -21,7 +21,7 @@ from oscar.format.codec import RowFormat
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-GENERATED = ("support.md", "gpu_compile_report.md")
+GENERATED = ("support.md", "server-options.md", "gpu_compile_report.md")
 SHELL = ("", "bash", "sh", "console")
 """Languages of fenced blocks that hold command lines."""
 OURS = ("oscar", "python", "bash", "sglang")
@@ -319,10 +319,9 @@ def test_bits_in_the_readme_are_what_is_counted():
         [float(x.replace(",", "")) for x in next(line for line in lines if line.startswith(start)).split("|")[2:-1]]
         for start in ("| tokens of a request", "| bits an element")
     )
-    window_bytes = sizing.bytes_per_request(*geometry, 128, 128, 64, 256)
     token_bytes = sizing.bytes_per_token(*geometry, fmt, fmt)
     for context, shown in zip(contexts, bits, strict=True):
-        assert shown == round(8 * (context * token_bytes + window_bytes) / (context * 4 * 2 * 256), 2)
+        assert shown == round(8 * sizing.request_slots(int(context), 64, 256) * token_bytes / (context * 4 * 2 * 256), 2)
 
 
 def test_no_reference_to_a_document_outside_the_tree():

@@ -1,11 +1,14 @@
 """Reports hold what was measured, of every configuration, and mistakes are one sentence."""
 
+import http.server
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from oscar.calibration.calibrate import collect
 from oscar.calibration.options import CalibrationOptions
@@ -31,9 +34,8 @@ def test_bits_count_windows_and_maps():
     shapes = collect(options, identity, None, None, Steps(False), given=[]).layers
     made = making.from_method("int2", options, identity, shapes)
     elements = 1000 * 4 * 2 * 256
-    window = (16 + 2 * 4) * (4 * 2 * 256 * 2 + 8)
     assert made.bits_per_element(identity, 1000, (0, 0)) == pytest.approx(2.25 + 8 * sizing.MAP_BYTES * 1000 / elements)
-    assert made.bits_per_element(identity, 1000, WINDOWS) == pytest.approx(8 * (1000 * 580 + window) / elements)
+    assert made.bits_per_element(identity, 1000, WINDOWS) == pytest.approx(8 * (1000 + 3 * 64) * 581 / elements)
     assert making.from_method("bf16", options, identity, {}).bits_per_element(identity, 1000, WINDOWS) == 16
     assert making.from_method("lossless", options, identity, {}).bits_per_element(identity, 1000, (0, 0)) > 32
 
@@ -140,3 +142,53 @@ def test_quality_table(tmp_path):
     for w, found in cells.items():
         assert found["int2"]["kl_mean"] > 1 > found["bf16"]["kl_mean"] * 1e3 and f"windows {w}" in text
     assert text.count("| `int2` |") == 3
+
+
+@pytest.fixture
+def answering():
+    """start(prompt_tokens): the address of a server that says it read so many tokens of every prompt; None: it says nothing."""
+    servers = []
+
+    def start(prompt_tokens):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def answer(self):
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                said = {"data": [{"id": "m"}], "choices": [{"text": "x", "message": {"content": "x"}}]}
+                if prompt_tokens is not None:
+                    said["usage"] = {"prompt_tokens": prompt_tokens}
+                body = json.dumps(said).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_POST = answer
+
+            def log_message(self, *_):
+                pass
+
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "told"),
+    [
+        (150, "counted 150 to 150 tokens in a prompt, and of 3 it read less than was sent."),
+        (320, "counted 320 to 320 tokens in a prompt."),
+        (None, "did not say how many tokens of a prompt it read."),
+    ],
+)
+def test_report_says_what_the_server_read(answering, prompt_tokens, told):
+    """A server that truncates prompts says so in `usage`."""
+    endpoint = Endpoint(answering(prompt_tokens))
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model())
+    endpoint.score([tasks.make("retrieval", tokenizer, 300, seed) for seed in range(3)])
+    report = {"windows": (4, 16), "context": 300, "n": 3, "at_chance": [], "methods": {"endpoint": endpoint.lengths()}}
+    assert any(line.endswith(told) for line in notes(report)), notes(report)

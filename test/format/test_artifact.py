@@ -1,6 +1,7 @@
 """Artifacts: what is written comes back; what was tampered with does not."""
 
 import dataclasses
+import hashlib
 import json
 import struct
 
@@ -303,8 +304,73 @@ def test_find_prefers_the_one_beside_the_weights(tmp_path, monkeypatch):
     assert find(tmp_path, identity) is None
     save(make(), cache_path(identity))
     assert find(tmp_path, identity) == cache_path(identity)
+    save(make(), tmp_path / "oscar.kvq")
+    assert find(tmp_path, identity) == tmp_path / "oscar.kvq"
+
+
+def test_artifact_of_version_0_1_0_is_found_in_the_cache_and_fits(tmp_path, monkeypatch):
+    """Its name in the cache and its identity follow the rule of then: RoPE settings as spelled, all fields in the hash."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    rope = {"rope_theta": 5e4}
+    seen = {k: v for k, v in CONFIG.items() if k != "architectures"}
+    then = ModelIdentity.from_config(CONFIG)
+    digest = hashlib.sha256(json.dumps(seen, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    then = dataclasses.replace(then, rope=rope, config_hash=digest)
+    path = tmp_path / "cache" / "oscar" / f"{then.fingerprint}.safetensors"
+    save(make(model=then), path)
+    now = ModelIdentity.from_path(tmp_path)
+    assert now.config_hash != digest
+    assert find(tmp_path, now) == path
+    assert load(path, now).model == then
+    other = ModelIdentity.from_path(tmp_path, {"rope_theta": 6e4})
+    assert find(tmp_path, other) is None
+    with pytest.raises(OscarError, match="made for another model: rope is"):
+        load(path, other)
+
+
+def test_name_that_would_be_loaded_as_weights(tmp_path):
     save(make(), tmp_path / "oscar.safetensors")
-    assert find(tmp_path, identity) == tmp_path / "oscar.safetensors"
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(OscarError, match="is loaded as weights; name it .*oscar.kvq instead"):
+        save(make(), tmp_path / "oscar.safetensors")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "same"),
+    [
+        # One setting, spelled as transformers 4 and 5 and SGLang's documentation spell it.
+        ({"rope_theta": 1e6}, {}, {"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}}),
+        ({"rope_theta": 1e6}, {"rope_scaling": YARN}, {"rope_theta": 1e6, "rope_scaling": YARN}),
+        ({"rope_theta": 1e6}, {"rope_scaling": YARN}, {"rope_parameters": {"rope_theta": 1e6} | YARN}),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+            {"rope_scaling": YARN},
+            {"rope_theta": 1e6, "rope_scaling": YARN},
+        ),
+        (
+            {"rope_theta": 1e6},
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        ),
+        ({"rope_theta": 1e6}, {"rope_theta": 5e6}, {"rope_theta": 5e6}),
+        ({"rope_parameters": {"rope_theta": 1e6}}, {"rope_theta": 5e6}, {"rope_parameters": {"rope_theta": 5e6}}),
+    ],
+)
+def test_override_makes_the_model_that_a_copy_would_be(tmp_path, config, overrides, same):
+    base = {k: v for k, v in CONFIG.items() if k != "rope_theta"}
+    for name, changes in (("served", config), ("copy", same)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(base | changes))
+    served = ModelIdentity.from_path(tmp_path / "served", overrides)
+    assert served == ModelIdentity.from_path(tmp_path / "copy")
+    assert served.difference(ModelIdentity.from_path(tmp_path / "copy")) is None
+    if overrides:
+        plain = ModelIdentity.from_path(tmp_path / "served")
+        assert "rope is" in plain.difference(served) and "rope is" in served.difference(plain)
 
 
 @pytest.mark.parametrize("config", ["{", "{}", '{"num_attention_heads": 0, "hidden_size": 4, "num_hidden_layers": 1}'])

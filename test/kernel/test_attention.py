@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oscar.format import codec as codec_module
-from oscar.format.windows import WindowMaps, in_windows
+from oscar.format.windows import WindowTable
 from oscar_kernel import LayerCache, Layers, attention, reference
 from oscar_kernel.cpu import library as cpu
 from oscar_kernel.reference import attend, merge_states
@@ -390,7 +390,7 @@ def test_nan_logits_give_nan(lens, backend):
     """As in the reference: a query row whose logits are all NaN from its first tile on, and one with a single NaN key."""
     codec = random_codec(2, 64, 64)
     batch = batch_of(lens, 2, 2, 64, 64, codec)
-    batch.cache.k.window[int(batch.maps.row_of_slot[batch.req_to_token[1, 2].long()]), 1] = float("nan")
+    batch.cache.k.window[int(batch.windows.rows(torch.tensor(1), torch.tensor(2))), 1] = float("nan")
     q = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(14))
     q[0, 1] = float("nan")
     expected = batch.decode(q, lens, 0.125, impl="reference").isnan()
@@ -434,30 +434,22 @@ def test_a_shape_the_library_lacks_is_said_once(caplog):
 def test_extend_in_chunks_then_decode_steps(lossless, backend):
     """A served request through the wrappers: chunks, then steps; each reads what the reference reads of the same calls."""
     codec = random_codec(2, 64, 80, lossless=lossless, mean=True)
-    num_rows, num_slots, lens = 2 * (SINK + RECENT), 120, [37, 50]
+    num_slots, lens = 120, [37, 50]
     g = torch.Generator().manual_seed(21)
     req_to_token = (torch.randperm(num_slots - 1, generator=g) + 1)[: 2 * 59].view(2, 59).int()
     requests = torch.arange(2)
 
     def serve(kwargs):
-        maps = WindowMaps(torch.full((num_slots,), -1, dtype=torch.int32), torch.full((num_rows + 1,), -1), SINK, RECENT)
-        layers = Layers({0: (LayerCache.zeros(codec, num_slots, num_rows), codec)}, 6, **kwargs)
+        windows = WindowTable.full(2, (SINK, RECENT), 4)
+        layers = Layers({0: (LayerCache.zeros(codec, num_slots, windows.no_row), codec)}, 6, **kwargs)
         extend, decode, outputs = layers.batch_extend(), layers.batch_decode(), []
         r = torch.Generator().manual_seed(22)
 
         def rows_of(b, first, last, total):
-            """Windows as a server gives them: a ring for each request."""
+            """Slots, window rows and positions of new tokens."""
             position = torch.arange(first, last)
-            is_sink, is_recent = in_windows(position, torch.tensor(total), SINK, RECENT)
-            ring = b * (SINK + RECENT) + torch.where(is_sink, position, SINK + position % RECENT)
-            rows = torch.where(is_sink | is_recent, ring, num_rows)
-            slots = req_to_token[b, first:last].long()
-            return slots, rows
-
-        def record(loc, rows):
-            maps.row_of_slot[loc] = torch.where(rows == num_rows, -1, rows).int()
-            maps.slot_of_row[rows] = loc
-            maps.slot_of_row[num_rows] = -1
+            rows = windows.rows_for(torch.tensor(b), position, torch.tensor(total))
+            return req_to_token[b, first:last].long(), rows, position
 
         def tokens(n):
             dims = ((6, 64), (2, 64), (2, 80))
@@ -467,9 +459,10 @@ def test_extend_in_chunks_then_decode_steps(lossless, backend):
         while done != lens:
             new = [min(20, n - d) for n, d in zip(lens, done, strict=True)]
             indptr, total = [0, *itertools.accumulate(new)], [d + n for d, n in zip(done, new, strict=True)]
-            loc, rows = map(torch.cat, zip(*(rows_of(b, done[b], total[b], total[b]) for b in range(2)), strict=True))
-            extend.plan(req_to_token, requests, done, indptr, maps, loc, rows)
-            record(loc, rows)
+            new_rows = (rows_of(b, done[b], total[b], total[b]) for b in range(2))
+            loc, rows, position = map(torch.cat, zip(*new_rows, strict=True))
+            extend.plan(req_to_token, requests, done, indptr, windows, loc, rows)
+            windows.record(rows, position)
             q, k, v = tokens(indptr[-1])
             padded = torch.cat((q, q[:3]))
             out = extend.run(0, padded, k, v, sm_scale=0.125)
@@ -478,9 +471,10 @@ def test_extend_in_chunks_then_decode_steps(lossless, backend):
             done = total
         for _ in range(8):
             done = [d + 1 for d in done]
-            loc, rows = map(torch.cat, zip(*(rows_of(b, done[b] - 1, done[b], done[b]) for b in range(2)), strict=True))
-            record(loc, rows)
-            decode.plan(req_to_token, requests, done, maps, loc, rows)
+            new_rows = (rows_of(b, done[b] - 1, done[b], done[b]) for b in range(2))
+            loc, rows, position = map(torch.cat, zip(*new_rows, strict=True))
+            windows.record(rows, position)
+            decode.plan(req_to_token, requests, done, windows, loc, rows)
             outputs.append(decode.run(0, *tokens(2), sm_scale=0.125, out_dtype=torch.float32))
         return outputs, layers.cache(0)
 
@@ -489,7 +483,7 @@ def test_extend_in_chunks_then_decode_steps(lossless, backend):
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=1e-2)
     for a, b in ((cache.k, ref.k), (cache.v, ref.v)):
         assert torch.equal(a.buffer, b.buffer)
-        assert torch.equal(a.window[:num_rows], b.window[:num_rows])
+        assert torch.equal(a.window[:-1], b.window[:-1])
 
 
 def test_a_token_passes_few_functions_of_ours():
@@ -500,7 +494,8 @@ def test_a_token_passes_few_functions_of_ours():
     batch = batch_of([40, 9], 2, 2, 64, 64, codec)
     decode = batch.layers("cpu").batch_decode()
     loc = batch.req_to_token[torch.arange(2), torch.tensor([39, 8])].long()
-    decode.plan(batch.req_to_token, torch.arange(2), [40, 9], batch.maps, loc, batch.maps.rows_of(loc))
+    rows = batch.rows()[torch.tensor([39, 48])]
+    decode.plan(batch.req_to_token, torch.arange(2), [40, 9], batch.windows, loc, rows)
     q, k, v = torch.randn(2, 4, 64), torch.randn(2, 2, 64), torch.randn(2, 2, 64)
     decode.run(0, q, k, v, sm_scale=0.125)
     passed = []

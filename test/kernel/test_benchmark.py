@@ -65,7 +65,7 @@ def test_the_16_bit_cache_computes_attention(load, small):
     bench, common = load("bench_decode_attention"), sys.modules["common"]
     slots = common.paged_slots(2, 100, 16)
     layers = common.random_layers(small, 1, int(slots.max()) + 1, 0, bits=16)
-    decode = bench.decoder(layers, slots, bench.WindowMaps.none())
+    decode = bench.decoder(layers, slots, bench.WindowTable.none())
     q = torch.randn(2, 8, 64).bfloat16()
     out = decode.run(0, q, sm_scale=0.125, out_dtype=torch.float32)
     cache, transform = layers.cache(0), layers.codec(0).k.read_transform

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from oscar.format.codec import LosslessFormat, RowFormat
-from oscar.format.windows import WindowMaps, in_windows, window_entries
+from oscar.format.windows import WindowTable, in_windows, window_entries
 from oscar.support import architecture_refusal
 from oscar_kernel import LayerCache, LayerCodec, Layers, plan_read, reference
 from oscar_kernel.architectures import ARCHITECTURES, SPILLS
@@ -39,6 +39,11 @@ DECODE_ERROR = 2e-3
 """Largest difference from the float32 reference on values near 3; measured 9e-4 (float16 queries and weights)."""
 EXTEND_ERROR = 1.2e-2
 """The same for extend, whose queries and weights are bfloat16 against 16-bit rows; measured 6e-3."""
+
+if INTERPRETED:
+    import quick_interpreter
+
+    quick_interpreter.install()
 
 if INTERPRETED or ON_CARD:
     import triton.language as tl
@@ -70,13 +75,11 @@ if INTERPRETED or ON_CARD:
 
 
 def moved(x):
-    """Tensors on DEVICE, also those of a cache, a codec or maps."""
+    """Tensors on DEVICE, also those of a cache, a codec or a table."""
     if isinstance(x, torch.Tensor):
         return x.to(DEVICE)
-    if isinstance(x, LayerCodec):
+    if isinstance(x, LayerCodec | WindowTable):
         return x.to(DEVICE)
-    if isinstance(x, WindowMaps):
-        return WindowMaps(moved(x.row_of_slot), moved(x.slot_of_row), x.sink_tokens, x.recent_tokens)
     sides = (type(side)(moved(side.buffer).clone(), moved(side.window).clone()) for side in (x.k, x.v))
     return LayerCache(*sides)
 
@@ -122,7 +125,7 @@ def plan_of(batch, budget=3, lens=None):
     lens = batch.lens if lens is None else lens
     buffers = triton_plan.PlanBuffers(len(lens), budget, SINK, RECENT, DEVICE)
     tensors = moved(batch.req_to_token), torch.arange(len(lens), device=DEVICE), torch.tensor(lens, device=DEVICE)
-    return triton_plan.plan_tokens(buffers, *tensors, moved(batch.maps))
+    return triton_plan.plan_tokens(buffers, *tensors, moved(batch.windows))
 
 
 def decoded(batch, q, scale, cap=0.0):
@@ -155,6 +158,26 @@ def test_under_the_interpreter():
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     print(done.stdout[-4000:])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="asks the interpreter")
+def test_the_quick_interpreter_computes_the_same():
+    """A step of prompts and a decode step of two layers, in it and in Triton's own."""
+
+    def outs_and_caches():
+        model = Served("triton", {1: codec_of(1, 32, 32, fold=True, shaping="kv"), 4: codec_of(1, 32, 32, shaping="v")})
+        model.extend([6, 1])
+        model.decode()
+        caches = [side for i in model.layers.by_id for side in (model.layers.cache(i).k, model.layers.cache(i).v)]
+        return [*model.outs, *(x for side in caches for x in (side.buffer, side.window))]
+
+    quick = outs_and_caches()
+    quick_interpreter.remove()
+    try:
+        own = outs_and_caches()
+    finally:
+        quick_interpreter.install()
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(quick, own, strict=True))
 
 
 # heads, K and V width, groups, other options
@@ -299,7 +322,7 @@ def test_clip_is_the_exact_order_statistic(clip):
 @runs_kernels
 @pytest.mark.parametrize("sink, recent", [(0, 0), (0, 7), (5, 0), (3, 9), (8, 24)])
 def test_the_rule_of_the_windows_is_that_of_the_format(sink, recent):
-    """Entries, positions and rows by `oscar.format.windows`, on maps of which many pairs do not agree."""
+    """Entries, positions and rows by `oscar.format.windows`, on tables with pages missing and rows of other positions."""
     lens = torch.tensor([0, 1, 2, 5, 9, 12, 13, 31, 32])
     g = torch.Generator().manual_seed(17)
     positions, counts = window_entries(lens, sink, recent)
@@ -315,17 +338,17 @@ def test_the_rule_of_the_windows_is_that_of_the_format(sink, recent):
         assert torch.equal(positions[b][got_entry[b, :n][inside].long()], torch.arange(n)[inside])
 
     slots = torch.stack([torch.randperm(40, generator=g)[:32] for _ in lens])
-    # Each row has one owner; of the slots a third has none, some have a row that another took, some one that is theirs.
-    slot_of_row = torch.cat((torch.randint(-1, 40, (20,), generator=g), torch.tensor([-1])))
-    row_of_slot = torch.randint(-1, 20, (40,), generator=g).int()
-    theirs = torch.randperm(20, generator=g)[:14]
-    row_of_slot[slot_of_row[theirs].clamp(min=0)] = theirs.int()
-    maps = WindowMaps(row_of_slot, slot_of_row, sink, recent)
-    expected = plan_read(slots, torch.arange(len(lens)), lens.tolist(), maps)
+    table = WindowTable.full(len(lens), (sink, recent), 4, ring_tokens=recent + (2 if recent > 8 else 0))
+    for b, n in enumerate(lens.tolist()):
+        position = torch.arange(n)
+        table.record(table.rows(torch.tensor(b), position), position)
+    table.position[:-1][torch.rand(table.no_row, generator=g) < 0.3] = 5
+    table.first_row[torch.rand(table.first_row.shape, generator=g) < 0.2] = -1
+    expected = plan_read(slots, torch.arange(len(lens)), lens.tolist(), table)
     buffers = triton_plan.PlanBuffers(len(lens), 9, sink, recent, DEVICE)
-    plan = triton_plan.plan_tokens(buffers, moved(slots), torch.arange(len(lens), device=DEVICE), moved(lens), moved(maps))
+    plan = triton_plan.plan_tokens(buffers, moved(slots), torch.arange(len(lens), device=DEVICE), moved(lens), moved(table))
     rows = plan.tensors.window_rows.cpu()[:, : sink + recent].long()
-    assert torch.equal(torch.where(rows < 0, maps.no_row, rows), expected.window_rows)
+    assert torch.equal(torch.where(rows < 0, table.no_row, rows), expected.window_rows)
     if sink + recent:
         assert 0 < int((rows >= 0).sum()) < int(counts.sum())
 
@@ -444,11 +467,11 @@ def test_store_prepares_the_queries_of_a_decode_step(num_tokens, kv_group_num):
 def test_without_windows():
     """Nothing is kept in 16 bits: everything is read from 2-bit rows."""
     batch = batch_of([70], codec_of(1, 64, 64), 2)
-    batch.maps = WindowMaps.none()
+    batch.windows = WindowTable.none()
     q = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(8))
     layers = Layers({0: (moved(batch.cache), moved(batch.codec))}, 2, "triton")
     decode = layers.batch_decode()
-    decode.plan(moved(batch.req_to_token), torch.tensor([0], device=DEVICE), [70], WindowMaps.none(DEVICE))
+    decode.plan(moved(batch.req_to_token), torch.tensor([0], device=DEVICE), [70], WindowTable.none(DEVICE))
     out = decode.run(0, moved(q), sm_scale=0.125)
     assert out.dtype == q.dtype and (out.cpu() - decoded(batch, q, 0.125)).abs().max() < DECODE_ERROR
 
@@ -459,20 +482,20 @@ def test_padding_and_fixed_buffers():
     batch = batch_of([300, 21, 64], codec_of(1, 64, 64, fold=True), 2)
     state = triton_attention.TritonLayers({0: (moved(batch.cache), moved(batch.codec))}, 2)
     before = [x.clone() for _, side in sides(state.by_id[0].cache) for x in (side.buffer, side.window)]
-    maps, table = moved(batch.maps), moved(batch.req_to_token)
-    state.reserve(8, maps)
-    decode, addresses = triton_attention.TritonDecode(state, 4, maps), set()
+    windows, table = moved(batch.windows), moved(batch.req_to_token)
+    state.reserve(8, windows)
+    decode, addresses = triton_attention.TritonDecode(state, 4, windows), set()
     q = torch.randn(4, 2, 64, generator=torch.Generator().manual_seed(9))
     for order in ([0, 1, 2], [1], [2, 0]):  # sequences of three steps, each fewer than the buffers hold
         padding = 4 - len(order)
         request = torch.tensor(order + [0] * padding)
         lens = torch.tensor([batch.lens[r] for r in order] + [0] * padding)
-        decode.plan(table, moved(request), moved(lens), maps, moved(torch.full((4,), -1)), moved(torch.full((4,), -1)))
+        decode.plan(table, moved(request), moved(lens), windows, moved(torch.full((4,), -1)), moved(torch.full((4,), -1)))
         out = decode.run(0, moved(q), moved(torch.randn(4, 1, 64)), moved(torch.randn(4, 1, 64)), sm_scale=0.125)
         addresses.add(
             (decode._plan.tensors.work.data_ptr(), decode._scratch[next(iter(decode._scratch))].partial.out.data_ptr())
         )
-        plan = plan_read(batch.req_to_token, request[: len(order)], lens[: len(order)].tolist(), batch.maps)
+        plan = plan_read(batch.req_to_token, request[: len(order)], lens[: len(order)].tolist(), batch.windows)
         expected = reference.decode_attention(q[: len(order)], batch.cache, batch.codec, plan, 0.125)
         assert (out.cpu()[: len(order)] - expected).abs().max() < DECODE_ERROR
         assert (out[len(order) :] == 0).all()
@@ -481,7 +504,7 @@ def test_padding_and_fixed_buffers():
     for x, y in zip(after, before, strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
     with pytest.raises(ValueError, match="expected the 4 rows that the wrapper was made for, got 3"):
-        decode.plan(table, torch.arange(3, device=DEVICE), batch.lens, maps)
+        decode.plan(table, torch.arange(3, device=DEVICE), batch.lens, windows)
 
 
 @runs_kernels
@@ -491,7 +514,7 @@ def test_large_and_small_keys_stay_finite(scale):
     batch = batch_of([60], codec_of(1, 64, 64), 2)
     k = torch.randn(60, 1, 64, generator=torch.Generator().manual_seed(10)) * scale
     slots = batch.req_to_token[0, :60].long()
-    reference.store_kv(k, k / scale, slots, batch.maps.rows_of(slots), batch.cache, batch.codec)
+    reference.store_kv(k, k / scale, slots, batch.rows(), batch.cache, batch.codec)
     q = torch.full((1, 2, 64), 10.0 / scale if scale > 1 else 10.0)
     layer, plan = layer_of(batch), plan_of(batch)
     out = triton_decode.decode_attention(moved(q), layer, plan, 0.125).cpu()
@@ -529,42 +552,29 @@ class Served:
 
     def __init__(self, impl, codecs, graph_bs=None):
         self.device = DEVICE if impl == "triton" else "cpu"
-        num_rows = 2 * (self.SINK + self.RECENT)
-        caches = {i: LayerCache.zeros(codec, 60, num_rows, self.device) for i, codec in codecs.items()}
+        self.windows = WindowTable.full(2, (self.SINK, self.RECENT), 2, self.device)
+        caches = {i: LayerCache.zeros(codec, 60, self.windows.no_row, self.device) for i, codec in codecs.items()}
         self.layers = Layers({i: (caches[i], codecs[i].to(self.device)) for i in codecs}, 2, impl)
         self.req_to_token = torch.randperm(50, generator=torch.Generator().manual_seed(20)).reshape(2, 25).int().to(self.device)
-        no_rows = torch.full((60,), -1, dtype=torch.int32), torch.full((num_rows + 1,), -1)
-        self.maps = (
-            moved(WindowMaps(*no_rows, self.SINK, self.RECENT))
-            if impl == "triton"
-            else WindowMaps(*no_rows, self.SINK, self.RECENT)
-        )
         self.lens, self.outs, self.graph_bs, self.g = [0, 0], [], graph_bs, torch.Generator().manual_seed(21)
 
     def take(self, b, n):
-        """Slots and window rows of n new tokens of sequence b; both maps are set."""
-        position, length = torch.arange(self.lens[b], self.lens[b] + n), self.lens[b] + n
-        is_sink, is_recent = in_windows(position, torch.tensor(length), self.SINK, self.RECENT)
-        ring = torch.where(is_sink, position, self.SINK + position % self.RECENT) + b * (self.SINK + self.RECENT)
-        rows = torch.where(is_sink | is_recent, ring, self.maps.no_row).to(self.device)
-        loc = self.req_to_token[b, position.to(self.device)].long()
+        """Slots, window rows and positions of n new tokens of sequence b."""
+        length = self.lens[b] + n
+        position = torch.arange(self.lens[b], length, device=self.device)
+        request, total = (torch.tensor(x, device=self.device) for x in (b, length))
         self.lens[b] = length
-        return loc, rows
-
-    def write_maps(self, loc, rows):
-        self.maps.row_of_slot[loc] = torch.where(rows == self.maps.no_row, -1, rows).int()
-        self.maps.slot_of_row[rows] = loc
-        self.maps.slot_of_row[self.maps.no_row] = -1
+        return self.req_to_token[b, position].long(), self.windows.rows_for(request, position, total), position
 
     def new(self, n):
         return [torch.randn(n, heads, 32, generator=self.g).to(self.device) for heads in (2, 1, 1)]
 
     def extend(self, new_lens):
         prefix, qo_indptr = list(self.lens), [0, *itertools.accumulate(new_lens)]
-        loc, rows = map(torch.cat, zip(*(self.take(b, n) for b, n in enumerate(new_lens)), strict=True))
+        loc, rows, position = map(torch.cat, zip(*(self.take(b, n) for b, n in enumerate(new_lens)), strict=True))
         step = self.layers.batch_extend()
-        step.plan(self.req_to_token, torch.arange(2, device=self.device), prefix, qo_indptr, self.maps, loc, rows)
-        self.write_maps(loc, rows)
+        step.plan(self.req_to_token, torch.arange(2, device=self.device), prefix, qo_indptr, self.windows, loc, rows)
+        self.windows.record(rows, position)
         for i in self.layers.by_id:
             q, k, v = self.new(len(loc))
             q = torch.cat((q, q[:1]))  # a row of padding
@@ -574,16 +584,16 @@ class Served:
 
     def decode(self, skip=()):
         """One step of both sequences, with two rows of padding where buffers are fixed."""
-        loc, rows = map(torch.cat, zip(*(self.take(b, 1) for b in range(2)), strict=True))
-        self.write_maps(loc, rows)
+        loc, rows, position = map(torch.cat, zip(*(self.take(b, 1) for b in range(2)), strict=True))
+        self.windows.record(rows, position)
         request, lens, padding = torch.arange(2), torch.tensor(self.lens), 0
         if self.graph_bs is not None:
             padding = self.graph_bs - 2
             request, lens = (torch.nn.functional.pad(x, (0, padding)) for x in (request, lens))
             loc, rows = (torch.nn.functional.pad(x, (0, padding), value=-1) for x in (loc, rows))
         fixed = self.graph_bs is not None
-        step = self.layers.graph_decode(self.graph_bs, self.maps) if fixed else self.layers.batch_decode()
-        step.plan(self.req_to_token, request.to(self.device), lens.to(self.device), self.maps, loc, rows)
+        step = self.layers.graph_decode(self.graph_bs, self.windows) if fixed else self.layers.batch_decode()
+        step.plan(self.req_to_token, request.to(self.device), lens.to(self.device), self.windows, loc, rows)
         for i in self.layers.by_id:
             q, k, v = (torch.cat((x, x.new_ones(padding, *x.shape[1:]))) for x in self.new(2))
             if i not in skip:
@@ -623,8 +633,7 @@ def test_a_decode_step_that_leaves_a_shaped_layer_out_is_an_error():
     model.decode(skip=(4,))
     with pytest.raises(RuntimeError, match="expected every attention layer to run in a decode step, layers 4 did not"):
         model.decode()
-    model.maps = WindowMaps(model.maps.row_of_slot, model.maps.slot_of_row, Served.SINK, 0)
-    model.RECENT = 1  # `take` gives rows, which no plan reads
+    model.windows = moved(WindowTable.full(2, (Served.SINK, 0), 2))
     model.decode(skip=(4,))
     model.decode()
 

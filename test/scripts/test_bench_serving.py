@@ -57,11 +57,29 @@ def test_decode_is_timed_while_most_requests_decode(monkeypatch):
     decoding = script("serving", monkeypatch).decoding
     # The first waits while the second is prefilled, and the second goes on alone when the first has ended.
     record = {"ttfts": [1.0, 5.0], "itls": [[4.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.05, 0.05]]}
-    most, gaps = decoding(record)
+    most, gaps = decoding(record, at_least=5)
     assert most == 2
     assert gaps == pytest.approx([0.1] * 5)
     # Never two at once: each is timed by itself, and a queue does not count as a batch.
-    assert decoding({"ttfts": [1.0, 3.0], "itls": [[0.2, 0.2], [0.3]]}) == (1, pytest.approx([0.2, 0.2, 0.3]))
+    assert decoding({"ttfts": [1.0, 3.0], "itls": [[0.2, 0.2], [0.3]]}, 3) == (1, pytest.approx([0.2, 0.2, 0.3]))
+
+
+def test_no_rate_from_a_few_tokens(monkeypatch, capsys):
+    module = script("serving", monkeypatch)
+    with pytest.raises(RuntimeError, match="expected 16 times between tokens for a rate, got 2; give a larger --output-len"):
+        module.decoding({"ttfts": [1.0], "itls": [[0.2, 0.2]]})
+    monkeypatch.setattr(module, "make_configurations", lambda *_: [])
+    monkeypatch.setattr(sys, "argv", ["serving.py", "--model", str(embedded_model()), "--output-len", "4"])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert "--output-len 4: expected more than 16 tokens" in capsys.readouterr().err
+
+
+def test_table_shows_what_was_counted(monkeypatch, capsys):
+    row = {"arm": "oscar", "batch": 2, "admitted": 2, "prompt_tokens": 511, "new_tokens": 31.5, "pool_tokens": 4096}
+    row |= {"ms_per_token": 1.0, "decode_tokens_per_s": 2.0, "overall_tokens_per_s": 3.0, "median_ttft_ms": 4.0}
+    script("serving", monkeypatch).show([row], "title")
+    assert "511" in (shown := capsys.readouterr().out) and "31.5" in shown
 
 
 def test_answers_that_do_not_overlap_for_a_step_are_refused(monkeypatch):

@@ -19,6 +19,7 @@ from oscar_kernel.cpu.library import library
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 64}
 NATIVE, CODED = 0, 1
 SINK, RECENT, TOKENS = 4, 8, 50
+POOL, PAGE = 208, 16
 
 
 @pytest.fixture
@@ -32,17 +33,21 @@ def runtime():
 
 @pytest.fixture(params=["auto", "reference"])
 def pool(request, runtime):
-    made = pool_class(runtime)(100, 1, torch.bfloat16, 2, 64, 2, "cpu", False)
+    made = pool_class(runtime)(POOL, PAGE, torch.bfloat16, 2, 64, 2, "cpu", False)
     codecs = {i: runtime.layer_codec(i, slice(0, 2), "cpu", fold_v=False) for i in (NATIVE, CODED)}
-    made.attach(codecs, num_qo_heads=4, num_requests=3, impl=request.param)
+    windows = made.make_windows(num_requests=3)
+    made.attach(codecs, num_qo_heads=4, impl=request.param)
+    pages = range(windows.table.num_pages)
+    slots = torch.arange(POOL - len(pages) * PAGE, POOL)
+    windows.give(torch.ones(len(pages), dtype=torch.int64), torch.tensor(pages), slots)
     return made
 
 
 def test_bytes_are_those_of_the_tensors(runtime, pool):
-    assert pool.k_buffer[NATIVE].shape == (101, 2, 128) and pool.k_buffer[CODED].shape == (101, 2, 20)
-    assert pool.pool_bytes() == 101 * runtime.bytes_per_token(2, 2) == 101 * (2 * (20 + 20) + 2 * (128 + 128) + 4)
+    assert pool.k_buffer[NATIVE].shape == (224, 2, 128) and pool.k_buffer[CODED].shape == (224, 2, 20)
+    assert pool.pool_bytes() == 224 * runtime.bytes_per_token(2, 2) == 224 * (2 * (20 + 20) + 2 * (128 + 128) + 5)
     assert runtime.bits_per_element() == (2.5 + 16) / 2
-    assert pool.get_kv_size_bytes() == (101 * 2 * 148, 101 * 2 * 148)
+    assert pool.get_kv_size_bytes() == (224 * 2 * 148, 224 * 2 * 148)
 
 
 def test_a_native_layer_reads_what_was_written(pool):
@@ -54,15 +59,16 @@ def test_a_native_layer_reads_what_was_written(pool):
     request, position = torch.ones(TOKENS, dtype=torch.int64), torch.arange(TOKENS)
     req_to_token = torch.zeros(3, TOKENS, dtype=torch.int32)
     req_to_token[1] = slots.int()
-    rows = pool.windows.rows_for(request[:30], position[:30], torch.full((30,), 30), SINK)
-    pool.windows.record(slots[:30], rows)
+    windows = pool.windows
+    rows = windows.table.rows_for(request[:30], position[:30], torch.tensor(30))
+    windows.record(slots[:30], rows, position[:30])
     for layer_id in (NATIVE, CODED):
         pool.layers.store(layer_id, k[:30], v[:30], slots[:30], rows)
     extend, decode = pool.layers.batch_extend(), pool.layers.batch_decode()
-    rows = pool.windows.rows_for(request[30:], position[30:], torch.full((20,), TOKENS), 0)
-    extend.plan(req_to_token, torch.tensor([1]), [30], [0, 20], pool.windows.maps, slots[30:], rows)
-    pool.windows.record(slots[30:], rows)
-    decode.plan(req_to_token, torch.tensor([1]), [TOKENS], pool.windows.maps)
+    rows = windows.table.rows_for(request[30:], position[30:], torch.tensor(TOKENS))
+    extend.plan(req_to_token, torch.tensor([1]), [30], [0, 20], windows.table, slots[30:], rows)
+    windows.record(slots[30:], rows, position[30:])
+    decode.plan(req_to_token, torch.tensor([1]), [TOKENS], windows.table)
     grouped = [x.float().repeat_interleave(2, 1).transpose(0, 1) for x in (k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), *grouped, is_causal=True).transpose(0, 1)
     errors = {}
@@ -83,7 +89,7 @@ def test_the_library_takes_native_rows(pool):
 def test_lossless_knows_no_native_layers(runtime):
     settings = OscarSettings("a", SINK, RECENT, "lossless", False, True)
     exact = Runtime(settings, runtime.artifact)
-    assert exact.native_layers == [] and exact.bytes_per_token(2, 2) == 2 * 2 * 2 * 256 + 4
+    assert exact.native_layers == [] and exact.bytes_per_token(2, 2) == 2 * 2 * 2 * 256 + 5
     assert exact.layer_codec(NATIVE, slice(0, 2), "cpu", False).window_dtype == torch.float32
 
 
@@ -98,8 +104,8 @@ def test_served(tmp_path):
     flags += ("--oscar-allow-native-layers", "--oscar-debug-checks", "--max-total-tokens", 4096)
     with LocalServer(model, *flags, env={"OMP_NUM_THREADS": "1"}) as server:
         state = server.info()["internal_states"][0]["oscar"]
-        assert state["native_layers"] == [0, 2] and state["bytes_per_token"] == 2 * 2 * 72 + 2 * 2 * 512 + 4
-        assert state["pool_bytes"] == (state["tokens"] + 1) * state["bytes_per_token"]
+        assert state["native_layers"] == [0, 2] and state["bytes_per_token"] == 2 * 2 * 72 + 2 * 2 * 512 + 5
+        assert state["pool_bytes"] == (state["tokens"] + state["page_size"]) * state["bytes_per_token"]
         ids = list(range(10, 300))
         answers = [server.post("/generate", input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 20})]
         answers.append(server.post("/generate", input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 20}))

@@ -10,17 +10,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.oscar.path_host import HostPath
+from sglang.srt.oscar.pool import window_view
 from sglang.srt.oscar.windows import Windows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oscar.format.codec import RowFormat
 from oscar.format.side import LayerTransforms, Side
-from oscar_kernel import LayerCache, LayerCodec, Layers
+from oscar.format.sizing import SLOTS_PER_ROW
+from oscar_kernel import LayerCache, LayerCodec, Layers, SideCache
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in test_under_the_interpreter's process")
-SINK, RECENT, REQUESTS, SLOTS, CONTEXT = 4, 8, 6, 400, 120
+SINK, RECENT, REQUESTS, TOKENS, CONTEXT, PAGE = 4, 8, 6, 400, 120, 16
+SLOTS = TOKENS + (REQUESTS + 1) * 6 * PAGE
+"""Slots of tokens, and behind them the pages of full windows."""
 HEADS, RATIO, DIM = 2, 2, 64
 ERROR = 5e-3
 """Largest difference on outputs near 3; measured 9e-4 in decode."""
@@ -68,12 +72,11 @@ class World:
 
     def __init__(self, triton: bool, codecs: dict[int, LayerCodec] | None = None, sink: int = SINK, recent: int = RECENT):
         self.codecs = codecs or {0: codec_of(False), 1: codec_of(True)}
-        self.windows = Windows(SLOTS, REQUESTS + 1, sink, recent, "cpu")
+        self.windows = Windows(SLOTS, REQUESTS + 1, sink, recent, PAGE, "cpu")
+        self.held = [(0, 0)] * (REQUESTS + 1)
+        self.next_page = TOKENS
         self.req_to_token = torch.zeros(REQUESTS + 1, CONTEXT, dtype=torch.int32)
-        self.caches = {i: LayerCache.zeros(codec, SLOTS, self.windows.num_rows) for i, codec in self.codecs.items()}
-        for cache in self.caches.values():
-            cache.k.buffer.fill_(0xAB)
-            cache.v.buffer.fill_(0xAB)
+        self.caches = {i: LayerCache(pool_side(codec.k), pool_side(codec.v)) for i, codec in self.codecs.items()}
         layers = {i: (self.caches[i], codec) for i, codec in self.codecs.items()}
         if not triton:
             self.path = HostPath(Layers(layers, HEADS * RATIO, "reference"), self.windows, self.req_to_token)
@@ -85,6 +88,17 @@ class World:
         # What a graph reads: refreshed in place before a replay.
         self.static = {n: batch_of(*([0] * n for _ in range(3))) for n in (REQUESTS, 3)}
 
+    def grow(self, requests, lens):
+        """Let requests hold the pages that their windows need to reach these lengths."""
+        for request, n in zip(requests, lens, strict=True):
+            held, wanted = self.held[request], self.windows.table.pages_for(n)
+            first = 0, self.windows.table.sink_pages
+            for page in (first[i] + j for i in range(2) for j in range(held[i], wanted[i])):
+                slots = torch.arange(self.next_page, self.next_page + PAGE)
+                self.windows.give(torch.tensor([request]), torch.tensor([page]), slots)
+                self.next_page += PAGE
+            self.held[request] = wanted
+
     def extend(self, requests, prefixes, slots, qkv):
         """Prompts, or their next chunks: new tokens in `slots` (a list a request). Outputs by layer."""
         request, lens = torch.tensor(requests), [len(s) for s in slots]
@@ -95,12 +109,10 @@ class World:
         totals = [p + n for p, n in zip(prefixes, lens, strict=True)]
         position = torch.tensor([p + i for p, n in zip(prefixes, lens, strict=True) for i in range(n)])
         each = [torch.tensor(x).repeat_interleave(torch.tensor(lens)) for x in (requests, totals)]
-        self.windows.note_prefixes(self.req_to_token, request, prefixes, list(range(len(requests))))
-        num_sinks = int((position < self.windows.maps.sink_tokens).sum())
-        rows = self.windows.rows_for(each[0], position, each[1], num_sinks)
+        self.grow(requests, totals)
+        rows = self.windows.table.rows_for(each[0], position, each[1])
         self.path.plan_extend(request, prefixes, [0, *itertools.accumulate(lens)], loc, rows)
-        self.windows.record(loc, rows)
-        self.windows.reserve_sinks(request, totals)
+        self.windows.record(loc, rows, position)
         return [self.path.extend.run(i, *x, sm_scale=0.125) for i, x in zip(self.codecs, qkv, strict=True)]
 
     def decode(self, requests, lens, slots, qkv, padded=None):
@@ -108,6 +120,7 @@ class World:
         for r, n, s in zip(requests, lens, slots, strict=True):
             self.windows.clear_slots(torch.tensor([s]))
             self.req_to_token[r, n - 1] = s
+        self.grow(requests, lens)
         bs = len(requests)
         if padded is None or self.path.needs_cpu_seq_lens:
             padded = bs
@@ -132,6 +145,12 @@ class World:
         return out
 
 
+def pool_side(side):
+    """Storage as in the pool: the windows' rows lie in slots."""
+    storage = torch.full((SLOTS + SLOTS_PER_ROW, HEADS, side.fmt.row_bytes), 0xAB, dtype=torch.uint8)
+    return SideCache(storage[:SLOTS], window_view(storage, side.fmt.head_dim, torch.bfloat16))
+
+
 def batch_of(requests, lens, slots):
     """What a path reads of SGLang's batch."""
     request, seq_lens, loc = (torch.tensor(x, dtype=torch.int64) for x in (requests, lens, slots))
@@ -146,7 +165,7 @@ class Twins:
     def __init__(self, seed: int, *world):
         self.g = torch.Generator().manual_seed(seed)
         self.worlds = World(False, *world), World(True, *world)
-        self.free = (torch.randperm(SLOTS - 1, generator=self.g) + 1).tolist()
+        self.free = (torch.randperm(TOKENS - 1, generator=self.g) + 1).tolist()
         self.lens = {}
 
     def _qkv(self, n):
@@ -164,11 +183,11 @@ class Twins:
         for i, cache in self.worlds[0].caches.items():
             got = self.worlds[1].caches[i]
             for mine, theirs in ((cache.k, got.k), (cache.v, got.v)):
-                assert torch.equal(theirs.buffer, mine.buffer), i
-                assert torch.equal(theirs.window[:-1], mine.window[:-1]), i
+                assert torch.equal(theirs.buffer, mine.buffer), i  # the windows' rows too
                 assert (theirs.buffer[0] == 0xAB).all(), "padding wrote slot 0"
-        a, b = (world.windows.maps for world in self.worlds)
+        a, b = (world.windows for world in self.worlds)
         assert torch.equal(a.row_of_slot, b.row_of_slot) and torch.equal(a.slot_of_row, b.slot_of_row)
+        assert torch.equal(a.table.position, b.table.position) and torch.equal(a.table.first_row, b.table.first_row)
 
     def extend(self, chunks):
         """chunks: request -> new tokens."""
@@ -234,7 +253,7 @@ def test_codes_of_a_step_are_shaped_at_its_end(sink, recent, monkeypatch):
 @pytest.mark.parametrize("left_out", [3, 6])
 def test_a_step_that_skips_a_layer_is_not_passed_over(left_out):
     world = World(True, {3: codec_of(False, "kv"), 4: codec_of(True), 6: codec_of(False, "k")}, 1, 2)
-    world.windows.reserve_sinks(torch.tensor([1]), [0])
+    world.grow([1], [1])
     batch = batch_of([1], [1], [7])
     for following in ("decode", "extend"):
         world.path.plan_decode(batch)
@@ -263,7 +282,7 @@ def test_a_server_on_the_kernels_answers_like_one_on_the_reference(method, bound
     model, path = str(embedded_model()), tmp_path / "oscar.safetensors"
     save(calibrate(CalibrationOptions(model, method=method, tokens=2048, max_length=512, progress=False)), path)
     flags = ("--kv-quant", "oscar", "--oscar-artifact", path, "--oscar-sink-tokens", 4, "--oscar-recent-tokens", 12)
-    flags += ("--dtype", "float32", "--max-total-tokens", 512, "--max-running-requests", 2, "--chunked-prefill-size", 32)
+    flags += ("--dtype", "float32", "--max-total-tokens", 1024, "--max-running-requests", 2, "--chunked-prefill-size", 32)
     flags += ("--oscar-debug-checks", "--skip-server-warmup")
     # Repeated, so that the model is sure of what follows: a near-tie may fall either way. The third finds the second's prefix.
     repeated = list(range(40, 60)) * 3
@@ -290,7 +309,7 @@ def test_a_decode_step_waits_for_nothing():
     world = World(triton=True)
     request, lens, loc = torch.tensor([1, 2, 0]), torch.tensor([3, 90, 1]), torch.tensor([7, 8, 0])
     with HostReads():
-        world.windows.record(loc, world.windows.rows_for_decode(request, lens))
+        world.path.decode_rows(request, lens, loc)
         with pytest.raises(AssertionError):
             loc[request > 0]
 

@@ -106,7 +106,7 @@ def test_lossless_equals_stock_in_pages_and_chunks(model, artifact, prompts, sto
 
 def test_lossless_equals_stock_through_retraction(model, artifact, prompts, stock):
     """A pool too small for what runs: requests are retracted and start again."""
-    flags = (*OSCAR, "--oscar-artifact", artifact, "--oscar-codec", "lossless", "--max-total-tokens", "1500")
+    flags = (*OSCAR, "--oscar-artifact", artifact, "--oscar-codec", "lossless", "--max-total-tokens", "2560")
     with LocalServer(model, *COMMON, *flags, "--schedule-conservativeness", "0.01") as server:
         got = ask_together(server, prompts, workers=12, new_tokens=LONG)
         assert_equal(got, stock["long"], "retractions")
@@ -118,14 +118,14 @@ def test_lossless_equals_stock_on_two_ranks(model, artifact, prompts, stock):
     flags = (*OSCAR, "--oscar-artifact", artifact, "--oscar-codec", "lossless", "--max-total-tokens", "16384", "--tp", "2")
     with LocalServer(model, *COMMON, *flags) as server:
         assert_equal(ask_together(server, prompts), stock["plain"], "tensor parallel 2")
-        assert server.info()["internal_states"][0]["oscar"]["bytes_per_token"] == 4 * 1 * 2 * 512 + 4
+        assert server.info()["internal_states"][0]["oscar"]["bytes_per_token"] == 4 * 1 * 2 * 512 + 5
 
 
 @pytest.fixture(scope="module")
 def int2(model, artifact):
     """A 2-bit server with a small pool and debug checks on."""
     flags = (*OSCAR, "--oscar-artifact", artifact, "--max-total-tokens", "3000", "--max-running-requests", "8")
-    with LocalServer(model, *COMMON, *flags, "--enable-metrics") as server:
+    with LocalServer(model, *COMMON, *flags, "--enable-metrics", "--enable-streaming-session") as server:
         yield server
 
 
@@ -148,6 +148,41 @@ def test_churn_reads_no_stale_row_and_leaks_nothing(int2, prompts):
     assert ask(int2, jobs[0], new_tokens=4)[0]
 
 
+def reads(server):
+    """(tokens of windows that steps have read, how many of them in 16 bits), from the debug checks."""
+    state = server.info()["internal_states"][0]["oscar"]
+    return state["window_tokens_read"], state["in_16_bits"]
+
+
+def test_what_the_cache_does_takes_no_window_away(int2, prompts):
+    """A cached prompt that is computed again, equal prompts in one batch, a session: the debug checks stop the server at the
+    first own token that is read in 2 bits, and nothing but prefixes of others may be."""
+    int2.flush_cache()
+    ids, body = prompts[13], {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    before = reads(int2)
+    first = int2.post("/generate", input_ids=ids, sampling_params=body, return_logprob=True)
+    again = int2.post("/generate", input_ids=ids, sampling_params=body, return_logprob=True, logprob_start_len=0)
+    assert again["meta_info"]["cached_tokens"] < len(ids) // 2
+    pairs = zip(*(a["meta_info"]["output_token_logprobs"] for a in (first, again)), strict=True)
+    assert max(abs(a[0] - b[0]) for a, b in pairs) < 0.05
+    int2.flush_cache()
+    together = int2.post("/generate", input_ids=[ids] * 5, sampling_params=body, return_logprob=True)
+    assert all(a["output_ids"] == first["output_ids"] for a in together)
+    tokens, exact = (b - a for a, b in zip(before, reads(int2), strict=True))
+    assert 1000 < 0.95 * tokens < exact <= tokens  # what is missing was written by others, whose rows are gone
+
+    session = int2.post("/open_session", capacity_of_str_len=1000, streaming=True)
+    rid = None
+    for turn in range(4):
+        params = {"id": session, "rid": rid}
+        answer = int2.post("/generate", input_ids=prompts[9 + turn], sampling_params=body, session_params=params)
+        rid = answer["meta_info"]["id"]
+        assert turn == 0 or answer["meta_info"]["cached_tokens"] > 0
+        for ids in prompts[2:6]:
+            ask(int2, ids, new_tokens=2)
+    requests.post(int2.url + "/close_session", json={"session_id": session}, timeout=60).raise_for_status()
+
+
 def test_a_request_does_not_feel_its_neighbours(int2, prompts):
     """Alone and among others: what is stored, and so what is answered, is the same. The prompts have no common beginning and
     fit one chunk: what a prompt reads in 2 bits depends on chunks and prefix hits (docs/serving.md)."""
@@ -164,7 +199,7 @@ def test_metrics_say_what_the_stores_hold(int2):
     state = int2.info()["internal_states"][0]["oscar"]
     text = requests.get(int2.url + "/metrics", timeout=60).text
     values = dict(re.findall(r"^sglang:oscar_(\w+)\{[^}]*\} (\S+)", text, re.M))
-    for name in ("bits_per_element", "bytes_per_token", "tokens", "pool_bytes", "window_bytes"):
+    for name in ("bits_per_element", "bytes_per_token", "tokens", "pool_bytes"):
         assert float(values[name]) == state[name], name
     assert float(values["sink_rows_lost_total"]) == state["sink_rows_lost"]
     assert float(values["sink_rows_reused_total"]) == state["sink_rows_reused"]
@@ -175,9 +210,9 @@ def test_sizes_are_the_tensors_sizes(int2):
     state = int2.info()["internal_states"][0]["oscar"]
     config = json.loads((embedded_model() / "config.json").read_text())
     rows = config["num_hidden_layers"] * config["num_key_value_heads"]
-    assert state["bits_per_element"] == 2.25 and state["bytes_per_token"] == rows * 72 + 4
-    assert state["pool_bytes"] == (state["tokens"] + 1) * state["bytes_per_token"]
-    assert f"{state['tokens']} tokens at {state['bytes_per_token']} bytes a token" in int2.log.read_text()
+    assert state["bits_per_element"] == 2.25 and state["bytes_per_token"] == rows * 72 + 5
+    assert state["pool_bytes"] == (state["tokens"] + state["page_size"]) * state["bytes_per_token"]
+    assert f"{state['tokens']} slots of {state['bytes_per_token']} bytes" in int2.log.read_text()
 
 
 def test_chat_with_streaming(int2, model):

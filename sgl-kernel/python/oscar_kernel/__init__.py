@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from oscar.format.windows import WindowMaps
+    from oscar.format.windows import WindowTable
     from oscar_kernel.attention import BatchDecode, BatchExtend, Layers
     from oscar_kernel.layer import LayerCache, LayerCodec, SideCache, SideCodec
     from oscar_kernel.read_plan import ReadPlan, plan_read
@@ -24,7 +24,7 @@ __all__ = [
     "ReadPlan",
     "SideCache",
     "SideCodec",
-    "WindowMaps",
+    "WindowTable",
     "plan_read",
 ]
 _HOMES = {
@@ -37,7 +37,7 @@ _HOMES = {
     "SideCodec": "oscar_kernel.layer",
     "ReadPlan": "oscar_kernel.read_plan",
     "plan_read": "oscar_kernel.read_plan",
-    "WindowMaps": "oscar.format.windows",
+    "WindowTable": "oscar.format.windows",
 }
 
 

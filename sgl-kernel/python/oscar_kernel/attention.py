@@ -3,7 +3,7 @@
     layers = Layers({0: (cache, codec), ...}, num_qo_heads=32)       # chooses the implementation, once
     decode = layers.batch_decode()
     for each step:
-        decode.plan(req_to_token, req_pool_indices, kv_lens, maps, loc, window_rows)
+        decode.plan(req_to_token, req_pool_indices, kv_lens, windows, loc, window_rows)
         for each layer:
             out = decode.run(layer_id, q, k, v, sm_scale=head_dim**-0.5)
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oscar.format.windows import WindowMaps
+from oscar.format.windows import WindowTable
 from oscar_kernel import reference
 from oscar_kernel.cpu import layer as cpu_layer
 from oscar_kernel.cpu.library import library
@@ -41,7 +41,7 @@ class BatchDecode(ABC):
         req_to_token: Tensor,
         req_pool_indices: Tensor,
         kv_lens: Sequence[int] | Tensor,
-        maps: WindowMaps,
+        windows: WindowTable,
         loc: Tensor | None = None,
         window_rows: Tensor | None = None,
     ) -> None:
@@ -51,9 +51,9 @@ class BatchDecode(ABC):
             req_to_token: [max_num_reqs, max_context_len] integer, slot of each position of each request.
             req_pool_indices: [bs] integer, rows of req_to_token.
             kv_lens: [bs] tokens to read, the new one included: on the host, or (Triton) on the device.
-            maps: of the windows.
+            windows: what the requests hold.
             loc: [bs] integer, slots of the new tokens; None: `run` writes nothing. Triton: -1 is written nowhere.
-            window_rows: [bs] integer, window rows of the new tokens, `maps.no_row` for none.
+            window_rows: [bs] integer, window rows of the new tokens, `windows.no_row` for none.
         """
 
     @abstractmethod
@@ -91,7 +91,7 @@ class BatchExtend(ABC):
         req_pool_indices: Tensor,
         prefix_lens: Sequence[int],
         qo_indptr: Sequence[int],
-        maps: WindowMaps,
+        windows: WindowTable,
         loc: Tensor,
         window_rows: Tensor,
     ) -> None:
@@ -102,9 +102,9 @@ class BatchExtend(ABC):
             req_pool_indices: [bs] integer, rows of req_to_token.
             prefix_lens: [bs] on the host, tokens that are cached already; may be 0.
             qo_indptr: [bs + 1] on the host, ranges of new tokens; a range may be empty.
-            maps: of the windows.
+            windows: what the requests hold.
             loc: [num_tokens] integer, slots of the new tokens.
-            window_rows: [num_tokens] integer, window rows of the new tokens, `maps.no_row` for none.
+            window_rows: [num_tokens] integer, window rows of the new tokens, `windows.no_row` for none.
         """
 
     @abstractmethod
@@ -182,10 +182,10 @@ class Layers:
         """`reference.store_kv` of one layer: for writes that are no step of their own."""
         return self.by_id[layer_id].store(k, v, loc.long().contiguous(), window_rows.long().contiguous())
 
-    def reserve(self, max_bs: int, maps: WindowMaps) -> None:
+    def reserve(self, max_bs: int, windows: WindowTable) -> None:
         """Triton: make the scratch that wrappers of graphs share, for batches of up to this many rows."""
         if self._state is not None:
-            self._state.reserve(max_bs, maps)
+            self._state.reserve(max_bs, windows)
 
     def batch_decode(self) -> BatchDecode:
         """A wrapper for decode steps of any size; its buffers are made for each plan."""
@@ -195,10 +195,10 @@ class Layers:
             return TritonDecode(self._state)
         return HostDecode(self.by_id)
 
-    def graph_decode(self, bs: int, maps: WindowMaps) -> BatchDecode:
+    def graph_decode(self, bs: int, windows: WindowTable) -> BatchDecode:
         """A wrapper for decode steps of exactly `bs` rows, with its buffers: a CUDA graph can hold `plan` and `run`.
 
-        maps: the ones that plans will be given.
+        windows: the ones that plans will be given.
 
         Raises:
             RuntimeError: the implementation plans on the host.
@@ -207,7 +207,7 @@ class Layers:
             raise RuntimeError(f"oscar_kernel: impl={self.impl!r} plans on the host, which no CUDA graph can hold")
         from oscar_kernel.triton.attention import TritonDecode
 
-        return TritonDecode(self._state, bs, maps)
+        return TritonDecode(self._state, bs, windows)
 
     def batch_extend(self) -> BatchExtend:
         """A wrapper for extend steps."""
@@ -255,9 +255,9 @@ class HostDecode(BatchDecode):
         self._layers = layers
         self._convert = next(iter(layers.values())).plan
 
-    def plan(self, req_to_token, req_pool_indices, kv_lens, maps, loc=None, window_rows=None) -> None:
+    def plan(self, req_to_token, req_pool_indices, kv_lens, windows, loc=None, window_rows=None) -> None:
         lens = kv_lens.tolist() if isinstance(kv_lens, Tensor) else kv_lens
-        self._made = self._convert(plan_read(req_to_token, req_pool_indices, lens, maps))
+        self._made = self._convert(plan_read(req_to_token, req_pool_indices, lens, windows))
         self._loc, self._rows = _indices(loc), _indices(window_rows)
 
     def run(self, layer_id, q, k=None, v=None, *, sm_scale, logit_cap=0.0, out_dtype=None) -> Tensor:
@@ -274,11 +274,11 @@ class HostExtend(BatchExtend):
         self._layers = layers
         self._convert = next(iter(layers.values())).plan
 
-    def plan(self, req_to_token, req_pool_indices, prefix_lens, qo_indptr, maps, loc, window_rows) -> None:
-        self._made = self._convert(plan_read(req_to_token, req_pool_indices, prefix_lens, maps))
+    def plan(self, req_to_token, req_pool_indices, prefix_lens, qo_indptr, windows, loc, window_rows) -> None:
+        self._made = self._convert(plan_read(req_to_token, req_pool_indices, prefix_lens, windows))
         self._qo_indptr = list(qo_indptr)
         self._loc, self._rows = loc.long().contiguous(), window_rows.long().contiguous()
-        self._nowhere = torch.full_like(self._rows, maps.no_row)
+        self._nowhere = torch.full_like(self._rows, windows.no_row)
 
     def run(self, layer_id, q, k, v, *, sm_scale, logit_cap=0.0, out_dtype=None) -> Tensor:
         layer, num_tokens = self._layers[layer_id], self._qo_indptr[-1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oscar.format.windows import WindowMaps, window_entries
+from oscar.format.windows import WindowTable, window_entries
 
 
 @dataclass
@@ -34,17 +34,17 @@ class ReadPlan:
     kv_lens: list[int]
 
 
-def plan_read(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Sequence[int], maps: WindowMaps) -> ReadPlan:
+def plan_read(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Sequence[int], windows: WindowTable) -> ReadPlan:
     """Resolve windows and slots of a batch.
 
-    A window row is read only where it counts for its slot (`WindowMaps.rows_of`) and its position lies in a window of its own
-    sequence: a row outside the windows would make a result depend on what other requests left behind.
+    A window row is read only where it holds its position (`WindowTable.held`) and the position lies in a window of the
+    sequence: a row outside the windows would make a result depend on how much of the ring is still there.
 
     Args:
         req_to_token: [max_num_reqs, max_context_len] integer, slot of each position of each request.
         req_pool_indices: [bs] integer, row of each request.
         kv_lens: [bs] cached tokens to read, on the host; may be 0.
-        maps: of the windows.
+        windows: what the requests hold.
     """
     device, kv_lens = req_to_token.device, list(kv_lens)
     lens = torch.tensor(kv_lens, dtype=torch.int64, device=device)
@@ -52,13 +52,9 @@ def plan_read(req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Sequence[
     inside = torch.arange(max_kv_len, device=device) < lens.unsqueeze(1)
     slots = torch.where(inside, req_to_token[req_pool_indices, :max_kv_len].long(), 0)
 
-    positions, wanted = window_entries(lens, maps.sink_tokens, maps.recent_tokens)
-    if max_kv_len == 0:
-        rows = torch.full_like(positions, maps.no_row)
-    else:
-        rows = maps.rows_of(slots.gather(1, positions.clamp(0, max_kv_len - 1)))
-    rows = torch.where(wanted, rows, maps.no_row)
-    valid = rows != maps.no_row
+    positions, wanted = window_entries(lens, windows.sink_tokens, windows.recent_tokens)
+    rows = torch.where(wanted, windows.held(req_pool_indices.long().unsqueeze(1), positions), windows.no_row)
+    valid = rows != windows.no_row
 
     packed_mask = torch.cat((inside, inside.new_zeros(len(kv_lens), 1)), dim=1)
     packed_mask.scatter_(1, torch.where(valid, positions, max_kv_len), False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from oscar.format.codec import LosslessFormat, RowFormat
 from oscar.format.side import LayerTransforms, Side
-from oscar.format.windows import WindowMaps, in_windows
+from oscar.format.windows import WindowTable
 from oscar_kernel import host_memory
 from oscar_kernel.attention import Layers
 from oscar_kernel.layer import LayerCache, LayerCodec, SideCache, SideCodec
@@ -95,13 +95,22 @@ def random_cache(codec: LayerCodec, num_slots: int, num_rows: int, *, seed: int 
     return LayerCache(make(codec.k), make(codec.v))
 
 
+def _shuffled_table(num_requests: int, windows: tuple[int, int], g: torch.Generator, rows_per_page: int = 4) -> WindowTable:
+    """A table in which every request holds all its pages, in no order."""
+    table = WindowTable.full(num_requests, windows, rows_per_page)
+    if table.num_pages:
+        flat = table.first_row.flatten()
+        table.first_row.copy_(flat[torch.randperm(len(flat), generator=g)].view_as(table.first_row))
+    return table
+
+
 @dataclass
 class RandomBatch:
     """Ragged sequences in shuffled slots, with windows written as a server would.
 
     Attributes:
         lens: tokens of each sequence. codec, cache: of the one layer. num_qo_heads: query heads.
-        req_to_token: [bs, max_len + 3] int32. maps: of the windows.
+        req_to_token: [bs, max_len + 3] int32. windows: what the sequences hold.
         k, v: [sum(lens), num_kv_heads, dim] float32, the model's own, sequences one after another.
         start: [bs + 1], where each sequence begins in them.
     """
@@ -111,7 +120,7 @@ class RandomBatch:
     num_qo_heads: int
     cache: LayerCache
     req_to_token: Tensor
-    maps: WindowMaps
+    windows: WindowTable
     k: Tensor
     v: Tensor
     start: list[int]
@@ -137,37 +146,35 @@ class RandomBatch:
             impl: what stores the tokens.
         """
         g = torch.Generator().manual_seed(seed)
-        (sinks, recent), heads, total = windows, codec.num_kv_heads, sum(lens)
-        num_slots, num_rows = total + 5, len(lens) * (sinks + recent)
+        heads, total = codec.num_kv_heads, sum(lens)
+        num_slots = total + 5
         order = torch.randperm(num_slots - 1, generator=g)[:total] + 1
         k = torch.randn(total, heads, codec.k.fmt.head_dim, generator=g) + 1.5
         v = torch.randn(total, heads, codec.v.fmt.head_dim, generator=g) - 0.7
         req_to_token = torch.zeros(len(lens), max([*lens, 1]) + 3, dtype=torch.int32)
-        row_of_slot = torch.full((num_slots,), -1, dtype=torch.int32)
-        slot_of_row = torch.full((num_rows + 1,), -1, dtype=torch.int64)
+        table = _shuffled_table(len(lens), windows, g)
         start, rows = [0], []
         for b, n in enumerate(lens):
-            slots, position = order[start[-1] : start[-1] + n], torch.arange(n)
-            is_sink, is_recent = in_windows(position, torch.tensor(n), sinks, recent)
-            ring = b * (sinks + recent) + torch.where(is_sink, position, sinks + position % max(recent, 1))
-            row = torch.where(is_sink | is_recent, ring, num_rows)
-            req_to_token[b, :n] = slots.int()
-            row_of_slot[slots] = torch.where(row == num_rows, -1, row).int()
-            slot_of_row[row] = slots
+            position = torch.arange(n)
+            row = table.rows_for(torch.tensor(b), position, torch.tensor(n))
+            table.record(row, position)
+            req_to_token[b, :n] = order[start[-1] : start[-1] + n].int()
             rows.append(row)
             start.append(start[-1] + n)
-        slot_of_row[num_rows] = -1
         if lose_rows:
-            slot_of_row[::3] = 0
-            slot_of_row[num_rows] = -1
-        cache = LayerCache.zeros(codec, num_slots, num_rows)
+            table.position[::3] = -1
+        cache = LayerCache.zeros(codec, num_slots, table.no_row)
         for side in (cache.k, cache.v):
             side.window.fill_(float("nan"))
-        maps = WindowMaps(row_of_slot, slot_of_row, sinks, recent)
-        batch = cls(list(lens), codec, num_qo_heads, cache, req_to_token, maps, k, v, start)
+        batch = cls(list(lens), codec, num_qo_heads, cache, req_to_token, table, k, v, start)
         if total:
             batch.layers(impl).store(0, k, v, order, torch.cat(rows))
         return batch
+
+    def rows(self) -> Tensor:
+        """[sum(lens)] int64 window rows of all tokens, the last row for none."""
+        held = [self.windows.held(torch.tensor(b), torch.arange(n)) for b, n in enumerate(self.lens)]
+        return torch.cat(held) if held else torch.zeros(0, dtype=torch.int64)
 
     def layers(self, impl: str = "auto", isa: str | None = None) -> Layers:
         """The batch's layer, as layer 0 of a model."""
@@ -175,14 +182,14 @@ class RandomBatch:
 
     def plan(self, lens: Sequence[int]) -> ReadPlan:
         """The reference's plan of the first tokens of each sequence."""
-        return plan_read(self.req_to_token, torch.arange(len(lens)), lens, self.maps)
+        return plan_read(self.req_to_token, torch.arange(len(lens)), lens, self.windows)
 
     def decode(
         self, q: Tensor, lens: Sequence[int], scale: float, cap: float = 0.0, *, impl: str = "auto", isa: str | None = None
     ) -> Tensor:
         """Attention of q [bs, num_qo_heads, head_dim] over what is stored; float32."""
         decode = self.layers(impl, isa).batch_decode()
-        decode.plan(self.req_to_token, torch.arange(len(lens)), lens, self.maps)
+        decode.plan(self.req_to_token, torch.arange(len(lens)), lens, self.windows)
         return decode.run(0, q, sm_scale=scale, logit_cap=cap, out_dtype=torch.float32)
 
     def extend(
@@ -205,12 +212,11 @@ class RandomBatch:
     def stored(self, b: int, n: int) -> tuple[Tensor, Tensor]:
         """[n, num_kv_heads, dim] float64 K and V of a sequence of n tokens as a reader must see them, found token by token."""
         found: tuple[list[Tensor], list[Tensor]] = ([], [])
-        sinks, recent = self.maps.sink_tokens, self.maps.recent_tokens
+        sinks, recent = self.windows.sink_tokens, self.windows.recent_tokens
         for position in range(n):
             slot = int(self.req_to_token[b, position])
-            row = int(self.maps.row_of_slot[slot])
-            in_window = position < sinks or position >= n - recent
-            exact = in_window and row >= 0 and int(self.maps.slot_of_row[row]) == slot
+            row = int(self.windows.held(torch.tensor(b), torch.tensor(position)))
+            exact = (position < sinks or position >= n - recent) and row != self.windows.no_row
             for rows, side, codec in zip(found, (self.cache.k, self.cache.v), (self.codec.k, self.codec.v), strict=True):
                 rows.append((side.window[row] if exact else codec.decode(side.buffer[slot])).double())
         return torch.stack(found[0]), torch.stack(found[1])

@@ -8,7 +8,7 @@ import logging
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.oscar.debug import check_window_rows
+from sglang.srt.oscar.debug import WindowReads, check_window_rows
 from sglang.srt.oscar.metrics import CacheMetrics
 from sglang.srt.oscar.model_layers import ModelLayer, find_layers
 from sglang.srt.oscar.path_host import AttentionPath, HostPath
@@ -41,6 +41,8 @@ class OscarAttnBackend(AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self._generation = [0] * self.req_to_token.shape[0]
         self._debug = self.runtime.settings.debug_checks
+        if self._debug:
+            pool.reads = WindowReads(self.req_to_token.shape[0], pool.windows.table.sink_tokens)
         self._debug_plan: ReadPlan | None = None
         self._num_new_tokens = 0
         parallel = get_parallel()
@@ -52,7 +54,7 @@ class OscarAttnBackend(AttentionBackend):
         self._check_sizes()
         self.metrics = None
         if parallel.attn_tp_rank == 0:
-            logger.info("%s", start_line(pool, model_runner.model_config.context_len))
+            logger.info("%s", start_line(pool, model_runner.model_config.context_len, self.req_to_token.shape[0] - 1))
             if model_runner.server_args.enable_metrics:
                 self.metrics = CacheMetrics(pool, describe(pool), get_serving().served_model_name)
 
@@ -76,7 +78,7 @@ class OscarAttnBackend(AttentionBackend):
             )
         codecs = {i: found[i].codec for i in sorted(found)}
         try:
-            layers = pool.attach(codecs, query_heads.pop(), self.req_to_token.shape[0], self._impl())
+            layers = pool.attach(codecs, query_heads.pop(), self._impl())
         except RuntimeError as error:
             raise RuntimeError(
                 f"--kv-quant oscar: {error}; serve with --oscar-kernels reference (plain PyTorch, slow)"
@@ -125,8 +127,7 @@ class OscarAttnBackend(AttentionBackend):
         if mode.is_decode():
             self.path.plan_decode(forward_batch)
             if self._debug:
-                lens = forward_batch.seq_lens.tolist()
-                self._debug_plan = self.path.read_plan(forward_batch.req_pool_indices.long(), lens)
+                self._debug_plan = self._checked_plan(forward_batch.req_pool_indices.long(), forward_batch.seq_lens.tolist())
         elif mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
             self._plan_extend(forward_batch)
         else:
@@ -143,7 +144,7 @@ class OscarAttnBackend(AttentionBackend):
         num_tokens = qo_indptr[-1]
         self._num_new_tokens = num_tokens
         request, loc = batch.req_pool_indices.long(), batch.out_cache_loc.long()[:num_tokens]
-        windows.note_prefixes(self.req_to_token, request, prefix_lens, self._first_chunks(batch))
+        self._adopt_prefixes(request, prefix_lens, self._first_chunks(batch))
         if self.metrics is not None:
             self.metrics.update()
 
@@ -155,14 +156,28 @@ class OscarAttnBackend(AttentionBackend):
             return x.repeat_interleave(lens, output_size=num_tokens)
 
         position = torch.arange(num_tokens, device=device) + each(start)
-        sinks = windows.maps.sink_tokens
-        num_sinks = sum(max(0, min(sinks, p + n) - p) for p, n in zip(prefix_lens, new_lens, strict=True))
-        rows = windows.rows_for(each(request), position, each(seq_len), num_sinks)
+        rows = windows.table.rows_for(each(request), position, each(seq_len))
         self.path.plan_extend(request, prefix_lens, qo_indptr, loc, rows)
         if self._debug:
-            self._debug_plan = self.path.read_plan(request, prefix_lens)
-        windows.record(loc, rows)
-        windows.reserve_sinks(request, seq_lens)
+            self._debug_plan = self._checked_plan(request, prefix_lens)
+        windows.record(loc, rows, position)
+
+    def _checked_plan(self, request: Tensor, kv_lens: list[int]) -> ReadPlan:
+        """With debug checks: what a step reads, found to be all that its requests should read in 16 bits."""
+        plan = self.path.read_plan(request, kv_lens)
+        self.token_to_kv_pool.reads.count(plan, request.tolist())
+        return plan
+
+    def _adopt_prefixes(self, request: Tensor, prefix_lens: list[int], first_chunks: list[int]) -> None:
+        """Give requests that begin with a cached prefix their own copy of what is left of its windows."""
+        if self._debug:
+            for b in first_chunks:
+                self.token_to_kv_pool.reads.begin(int(request[b]), prefix_lens[b])
+        begins = [b for b in first_chunks if prefix_lens[b] > 0]
+        if begins:
+            index = torch.tensor(begins, device=request.device)
+            pool = self.token_to_kv_pool
+            pool.copy_rows(*pool.windows.adopt(self.req_to_token, request[index], [prefix_lens[b] for b in begins]))
 
     def _first_chunks(self, batch) -> list[int]:
         """Indices of the batch's requests that have not run before: their row of req_to_token has a new generation."""
@@ -244,7 +259,8 @@ class OscarAttnBackend(AttentionBackend):
     def _check_windows(self, *layer_ids: int) -> None:
         """With debug checks: find the window rows that this step reads to be their slots', in some layers."""
         for i in layer_ids:
-            check_window_rows(self._debug_plan, self.path.layers.cache(i), self.path.layers.codec(i), i)
+            layers, windows = self.path.layers, self.token_to_kv_pool.windows
+            check_window_rows(self._debug_plan, windows, layers.cache(i), layers.codec(i), i)
 
     def support_triton(self):
         return False

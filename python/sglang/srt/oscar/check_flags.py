@@ -29,9 +29,9 @@ def check_flags(server_args: Any) -> None:
         value = getattr(server_args, flag.name)
         if flag.choices and value is not None and value not in flag.choices:
             raise refuse(f"oscar: {flag.option} must be one of {', '.join(flag.choices)}, got {value!r}")
-    for option in support.SERVER_OPTIONS:
+    for option in support.REFUSED:
         value = getattr(server_args, option.field)
-        if option.allowed and value not in option.allowed:
+        if value not in option.allowed:
             raise refuse(support.option_refusal(option, value))
     if os.environ.get("SGLANG_USE_HND_KVCACHE", "").lower() in ("1", "true", "yes", "y"):
         raise refuse(

@@ -13,9 +13,9 @@ Nothing heavy may be imported here: each function imports its work when it is ca
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
+from collections.abc import Callable
 
 from sglang.srt.oscar.flags import FLAGS
 
@@ -100,9 +100,11 @@ def _before_model(server_args, previous) -> None:
 
 def _model_known(server_args, previous) -> None:
     from sglang.srt.oscar.check_model import check_model
+    from sglang.srt.oscar.declare import declare_eager_prefill
 
     previous(server_args)
     check_model(server_args)
+    declare_eager_prefill(server_args)
 
 
 def _cpu_backends(server_args, previous) -> None:
@@ -140,8 +142,6 @@ def register() -> None:
     opens, and the backend's constructor refuses a pool that is not ours.
     """
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.managers import io_struct
-    from sglang.srt.oscar import hooks
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     @register_attention_backend("oscar")
@@ -150,24 +150,36 @@ def register() -> None:
 
         return OscarAttnBackend(model_runner)
 
+    for target, hook, kind in _hooks():
+        HookRegistry.register(target, hook, HookType[kind])
+
+
+def _hooks() -> list[tuple[str, Callable, str]]:
+    """(dotted path in SGLang, our function, kind of hook) of every hook."""
+    from sglang.srt.oscar import hooks, life_cycle
+
     configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
     state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
-    around, after = HookType.AROUND, HookType.AFTER
-    for target, hook, kind in (
-        (f"{configurator}._resolve_kv_pool_class", hooks.resolve_kv_pool_class, around),
-        (f"{configurator}._build_token_to_kv_pool_allocator", hooks.build_token_to_kv_pool_allocator, after),
-        (f"{configurator}._profile_available_bytes", hooks.profile_available_bytes, after),
-        (f"{configurator}.resolve_max_num_reqs", hooks.resolve_max_num_reqs, after),
-        (f"{sizes}._compute_cell_size", hooks.compute_cell_size, around),
-        (f"{state}.get_internal_state", hooks.get_internal_state, after),
-    ):
-        HookRegistry.register(target, hook, kind)
-    updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-    for name, output in (
-        ("update_weights_from_disk", io_struct.UpdateWeightFromDiskReqOutput),
-        ("update_weights_from_distributed", io_struct.UpdateWeightsFromDistributedReqOutput),
-        ("update_weights_from_tensor", io_struct.UpdateWeightsFromTensorReqOutput),
-        ("update_weights_from_ipc", io_struct.UpdateWeightsFromIPCReqOutput),
-    ):
-        HookRegistry.register(f"{updater}.{name}", functools.partial(hooks.refuse_weight_update, output=output), around)
+    adder, batch = "sglang.srt.managers.schedule_policy.PrefillAdder", "sglang.srt.managers.schedule_batch.ScheduleBatch"
+    tree = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+    return [
+        (f"{configurator}._resolve_kv_pool_class", hooks.resolve_kv_pool_class, "AROUND"),
+        (f"{configurator}._build_token_to_kv_pool_allocator", hooks.build_token_to_kv_pool_allocator, "AFTER"),
+        (f"{sizes}._compute_cell_size", hooks.compute_cell_size, "AROUND"),
+        (f"{state}.get_internal_state", hooks.get_internal_state, "AFTER"),
+        (f"{adder}._request_slot_reserve_for_req", hooks.request_slot_reserve, "AFTER"),
+        (f"{adder}._get_running_request_total_token_offset", hooks.running_request_offset, "AFTER"),
+        (f"{batch}.new_tokens_required_next_decode", hooks.new_tokens_required_next_decode, "AFTER"),
+        (f"{batch}.prepare_for_extend", hooks.prepare_for_extend, "AFTER"),
+        (f"{batch}.prepare_for_decode", hooks.prepare_for_decode, "AFTER"),
+        (f"{tree}.protected_size", hooks.protected_size, "AFTER"),
+        *((target, hook, "AROUND") for target, hook in life_cycle.hooks().items()),
+    ]
+
+
+def missing_hooks() -> list[str]:
+    """Targets of our hooks that SGLang has not patched in this process: it logs and swallows a hook that fails."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return sorted(target for target, _, _ in _hooks() if target not in HookRegistry._patched)

@@ -48,7 +48,7 @@ FLAGS = (
         "oscar_artifact",
         str,
         None,
-        "Path of a calibration artifact (.safetensors) from `oscar calibrate`. Default: the one beside the model's "
+        "Path of a calibration artifact (.kvq) from `oscar calibrate`. Default: the one beside the model's "
         "weights, else the one in the cache folder, else calibrate before the port opens.",
     ),
     Flag(

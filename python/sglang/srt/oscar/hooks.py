@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.oscar.pool import OscarTokenToKVPool, describe, pool_class
 from sglang.srt.oscar.runtime import get_runtime
-from sglang.srt.runtime_context import get_parallel, get_schedule
-
-WINDOW_SHARE = 0.02
-"""Part of the KV budget that the windows may take before fewer requests run at once: it costs 2 % of the tokens."""
-MIN_REQUESTS = 64
-MIN_REQUESTS_CPU = 16
-MAX_WINDOW_SHARE = 0.10
-"""At least MIN_REQUESTS run at once, unless their windows would take more than this part of the budget."""
-
-_requests_with_windows: int | None = None
-"""What `profile_available_bytes` reserved windows for, kept for `resolve_max_num_reqs`: SGLang's configurator has no room."""
+from sglang.srt.oscar.window_pages import OscarAllocator, WindowPages
+from sglang.srt.runtime_context import get_memory, get_parallel
 
 
 def resolve_kv_pool_class(original, self, *, kind, default):
@@ -35,65 +26,105 @@ def compute_cell_size(original, self, kvc, num_layers):
     return runtime.bytes_per_token(num_layers, _kv_heads(kvc))
 
 
-def profile_available_bytes(result, self, *args, **kwargs):
-    """AFTER KVCacheConfigurator._profile_available_bytes: take the windows out of the budget."""
-    runtime = get_runtime(self.server_args)
-    if runtime is None or self.is_draft_worker:
-        return result
-    per_request = _bytes_per_request(runtime, self)
-    asked = get_schedule().max_running_requests
-    if asked is not None:
-        requests = max(1, asked // self.attn_dp_size)
-    else:
-        at_least = MIN_REQUESTS_CPU if self.device == "cpu" else MIN_REQUESTS
-        requests = default_requests(result, per_request, at_least)
-    reserve = (requests + 1) * per_request
-    if reserve >= result:
-        raise ValueError(
-            f"--kv-quant oscar: the 16-bit windows of {requests} running requests need {reserve / 2**30:.2f} GiB, the KV "
-            f"budget is {result / 2**30:.2f} GiB; lower --max-running-requests or --oscar-recent-tokens, or raise "
-            "--mem-fraction-static"
-        )
-    global _requests_with_windows
-    _requests_with_windows = requests
-    return result - reserve
-
-
-def default_requests(budget: int, per_request: int, at_least: int = MIN_REQUESTS) -> int:
-    """Requests that run at once when the user names no number: as many as WINDOW_SHARE of the budget pays for, and
-    `at_least` where MAX_WINDOW_SHARE pays for those. budget, per_request in bytes."""
-    if per_request == 0:
-        return at_least
-    cheap, dear = (int(share * budget / per_request) for share in (WINDOW_SHARE, MAX_WINDOW_SHARE))
-    return max(1, cheap, min(at_least, dear))
-
-
-def resolve_max_num_reqs(result, self, *args, **kwargs):
-    """AFTER KVCacheConfigurator.resolve_max_num_reqs: no more requests than have windows."""
-    return result if _requests_with_windows is None else min(result, _requests_with_windows)
-
-
 def build_token_to_kv_pool_allocator(result, self, *args, **kwargs):
-    """AFTER KVCacheConfigurator._build_token_to_kv_pool_allocator: clear slots where they are handed out."""
-    pool = kwargs["token_to_kv_pool"]
+    """AFTER KVCacheConfigurator._build_token_to_kv_pool_allocator: an allocator that serves the windows too."""
+    pool, rows = kwargs["token_to_kv_pool"], kwargs["req_to_token_pool"]
     if not isinstance(pool, OscarTokenToKVPool) or self.is_draft_worker:
         return result
-    for name in ("alloc", "alloc_extend", "alloc_decode"):
-        setattr(result, name, _clearing(getattr(result, name), pool.clear_slots))
+    if type(result) is not PagedTokenToKVPoolAllocator:
+        raise RuntimeError(f"--kv-quant oscar: expected SGLang's paged allocator of slots, it made a {type(result).__name__}")
+    allocator = OscarAllocator(
+        result.size, result.page_size, result.dtype, result.device, result.get_kvcache(), result.need_sort
+    )
+    windows = pool.make_windows(rows.req_to_token.shape[0])
+    allocator.serve(windows, rows.req_to_token, not get_memory().disable_radix_cache)
+    pool.window_pages = allocator.window_pages
+    _release_with_rows(rows, allocator.window_pages, windows.table.sink_tokens)
+    return allocator
+
+
+def _release_with_rows(rows, pages: WindowPages, sink_tokens: int) -> None:
+    """Let the pages of a request go where SGLang takes back its row of req_to_token."""
+    free, free_rows = rows.free, rows.free_rows
+
+    def free_with_pages(req):
+        if req.kv.holds_kv:
+            num_tokens = 0 if req.skip_radix_cache_insert else req.kv.kv_committed_len
+            first = (*req.origin_input_ids[:sink_tokens], *req.output_ids[: max(0, sink_tokens - len(req.origin_input_ids))])
+            prefix = (req.extra_key, req.cache_salt, *first[:num_tokens])
+            pages.release(req.kv.req_pool_idx, num_tokens, prefix)
+        free(req)
+
+    def free_rows_with_pages(indices):
+        for row in indices:
+            pages.release(row)
+        free_rows(indices)
+
+    rows.free, rows.free_rows = free_with_pages, free_rows_with_pages
+
+
+# What windows need, told to SGLang's scheduler. None of these does anything without our allocator.
+
+
+def request_slot_reserve(result, self, req, **kwargs):
+    """AFTER PrefillAdder._request_slot_reserve_for_req: windows that an admitted request may come to need."""
+    allocator = self.token_to_kv_pool_allocator
+    if not isinstance(allocator, OscarAllocator):
+        return result
+    return result + allocator.window_pages.missing(req.kv.req_pool_idx, _final_len(req))
+
+
+def running_request_offset(result, self, req):
+    """AFTER PrefillAdder._get_running_request_total_token_offset: windows that a running request may come to need, as likely as
+    the tokens that it may come to generate."""
+    allocator = self.token_to_kv_pool_allocator
+    if not isinstance(allocator, OscarAllocator):
+        return result
+    ratio = 1.0 if req.sampling_params.ignore_eos else self.new_token_ratio
+    return result + allocator.window_pages.missing(req.kv.req_pool_idx, _final_len(req)) * ratio
+
+
+def new_tokens_required_next_decode(result, self, selected_indices=None):
+    """AFTER ScheduleBatch.new_tokens_required_next_decode: pages that windows need for the next step."""
+    allocator = self.token_to_kv_pool_allocator
+    if not isinstance(allocator, OscarAllocator):
+        return result
+    reqs = self.reqs if selected_indices is None else [self.reqs[i] for i in selected_indices]
+    pages = allocator.window_pages
+    return result + sum(pages.missing(req.kv.req_pool_idx, req.kv.kv_committed_len + 1) for req in reqs)
+
+
+def prepare_for_extend(result, self):
+    """AFTER ScheduleBatch.prepare_for_extend: take the pages that the step's windows need."""
+    _grow(self, self.prefix_lens)
     return result
 
 
-def _clearing(allocate, clear_slots):
-    """An allocation door that also makes the maps forget the slots it hands out."""
+def prepare_for_decode(result, self):
+    """AFTER ScheduleBatch.prepare_for_decode: take the pages that the step's windows need."""
+    _grow(self, None)
+    return result
 
-    @functools.wraps(allocate)
-    def wrapper(*args, **kwargs):
-        slots = allocate(*args, **kwargs)
-        if slots is not None:
-            clear_slots(slots)
-        return slots
 
-    return wrapper
+def _grow(batch, prefix_lens) -> None:
+    allocator = batch.token_to_kv_pool_allocator
+    if isinstance(allocator, OscarAllocator) and batch.reqs:
+        rows = [req.kv.req_pool_idx for req in batch.reqs]
+        allocator.window_pages.grow(rows, batch.seq_lens_cpu[: len(rows)].tolist(), batch.tree_cache, prefix_lens)
+
+
+def protected_size(result, self):
+    """AFTER UnifiedRadixCache.protected_size: pages of the windows are accounted for, which SGLang's leak check asks."""
+    allocator = self.token_to_kv_pool_allocator
+    if not isinstance(allocator, OscarAllocator):
+        return result
+    return result + allocator.window_pages.held_slots + allocator.window_pages.retained_slots
+
+
+def _final_len(req) -> int:
+    """Tokens that a request can come to have; any number beyond the windows is as good as another."""
+    new = min(req.sampling_params.max_new_tokens or 0, CLIP_MAX_NEW_TOKENS)
+    return max(len(req.origin_input_ids) + new, len(req.full_untruncated_fill_ids) + 1)
 
 
 def get_internal_state(result, self, *args, **kwargs):
@@ -104,18 +135,5 @@ def get_internal_state(result, self, *args, **kwargs):
     return result
 
 
-def refuse_weight_update(original, self, recv_req, *, output):
-    """AROUND the weight updates of a running server: the value transform is folded into the old weights, and the artifact
-    belongs to them."""
-    if get_runtime(self.tp_worker.model_runner.server_args) is None:
-        return original(self, recv_req)
-    message = "--kv-quant oscar: weights cannot be changed under a 2-bit cache calibrated for the old ones; restart the server"
-    return output(success=False, message=message)
-
-
 def _kv_heads(kvc) -> int:
     return kvc.model_config.get_num_kv_heads(get_parallel().attn_tp_size)
-
-
-def _bytes_per_request(runtime, kvc) -> int:
-    return runtime.bytes_per_request(kvc.layer_info.num_effective_layers, _kv_heads(kvc))

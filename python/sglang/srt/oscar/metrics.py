@@ -28,9 +28,8 @@ class CacheMetrics:
 
         gauge("bits_per_element", "Bits of the pool per K or V element, metadata included.")
         gauge("bytes_per_token", "Bytes of one token in the 2-bit pool on one rank.")
-        gauge("tokens", "Tokens that the 2-bit pool holds.")
-        gauge("pool_bytes", "Bytes of the 2-bit pool on one rank.")
-        gauge("window_bytes", "Bytes of the 16-bit windows on one rank.")
+        gauge("tokens", "Slots of the pool: a token takes one, a row of the windows eight.")
+        gauge("pool_bytes", "Bytes of the pool on one rank: 2-bit rows, the 16-bit windows in some of its slots, and maps.")
         texts = {
             "sink_rows_lost": "Sink tokens of reused prefixes that had lost their 16-bit row and are read in 2 bits.",
             "sink_rows_reused": "Sink tokens of reused prefixes found in 16 bits.",

@@ -38,12 +38,12 @@ class GpuPath(AttentionPath):
 
     def reserve_graphs(self, max_bs: int) -> None:
         """Make the scratch that the graphs of all batch sizes up to `max_bs` share."""
-        self.layers.reserve(max_bs, self.windows.maps)
+        self.layers.reserve(max_bs, self.windows.table)
 
     def prepare_graph(self, bs: int) -> None:
         """Make the buffers of a batch size before its graph is captured; the graph holds their addresses."""
         if bs not in self._graphs:
-            self._graphs[bs] = self.layers.graph_decode(bs, self.windows.maps)
+            self._graphs[bs] = self.layers.graph_decode(bs, self.windows.table)
 
     def plan_graph(self, batch) -> None:
         """`plan_decode` inside a graph."""
@@ -52,8 +52,7 @@ class GpuPath(AttentionPath):
 
     def _plan(self, batch) -> None:
         request, seq_lens, loc = batch.req_pool_indices.long(), batch.seq_lens.long(), batch.out_cache_loc.long()
-        rows = self.windows.rows_for_decode(request, seq_lens)
-        self.windows.record(loc, rows)
+        rows = self.decode_rows(request, seq_lens, loc)
         padding = request == PADDING
         kv_lens, loc = torch.where(padding, 0, seq_lens), torch.where(padding, -1, loc)
-        self.decode.plan(self.req_to_token, request, kv_lens, self.windows.maps, loc, rows)
+        self.decode.plan(self.req_to_token, request, kv_lens, self.windows.table, loc, rows)

@@ -37,11 +37,25 @@ class AttentionPath(ABC):
             request: [bs] int64 rows of req_to_token. prefix_lens: [bs] on the host. qo_indptr: [bs + 1] on the host.
             loc, rows: [num_tokens] int64, slots and window rows of the new tokens.
         """
-        self.extend.plan(self.req_to_token, request, prefix_lens, qo_indptr, self.windows.maps, loc, rows)
+        self.extend.plan(self.req_to_token, request, prefix_lens, qo_indptr, self.windows.table, loc, rows)
+
+    def decode_rows(self, request: Tensor, seq_lens: Tensor, loc: Tensor) -> Tensor:
+        """Window rows of one new token a sequence, noted as written, since a decode step reads its own tokens.
+
+        Shapes are fixed and the host reads nothing, so that a CUDA graph can hold it.
+
+        Args:
+            request: [bs] int64 rows of req_to_token; 0 marks padding. seq_lens: [bs] int64, the new token included.
+            loc: [bs] int64 slots of the new tokens.
+        """
+        position = seq_lens - 1
+        rows = self.windows.table.rows_for(request, position, seq_lens)
+        self.windows.record(loc, rows, position)
+        return rows
 
     def read_plan(self, request: Tensor, kv_lens: list[int]) -> ReadPlan:
         """What a step reads, in the reference's form, for debug checks. Waits for the device."""
-        return plan_read(self.req_to_token, request, kv_lens, self.windows.maps)
+        return plan_read(self.req_to_token, request, kv_lens, self.windows.table)
 
 
 class HostPath(AttentionPath):
@@ -54,6 +68,5 @@ class HostPath(AttentionPath):
     def plan_decode(self, batch) -> None:
         seq_lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.seq_lens.cpu()
         request, loc = batch.req_pool_indices.long(), batch.out_cache_loc.long()
-        rows = self.windows.rows_for_decode(request, batch.seq_lens.long())
-        self.windows.record(loc, rows)
-        self.decode.plan(self.req_to_token, request, seq_lens.tolist(), self.windows.maps, loc, rows)
+        rows = self.decode_rows(request, batch.seq_lens.long(), loc)
+        self.decode.plan(self.req_to_token, request, seq_lens.tolist(), self.windows.table, loc, rows)

@@ -61,12 +61,6 @@ class Runtime:
         share = len(self.native_layers) / self.artifact.model.num_layers
         return sizing.bits_per_element(self.k_format, self.v_format, share)
 
-    def bytes_per_request(self, num_layers: int, num_kv_heads: int) -> int:
-        """Bytes that one request slot adds to the windows on one rank."""
-        head_dims = self.artifact.model.head_dim, self.artifact.model.v_head_dim
-        windows = self.settings.sink_tokens, self.settings.recent_tokens
-        return sizing.bytes_per_request(num_layers, num_kv_heads, *head_dims, *windows, self.window_dtype.itemsize)
-
     def layer_codec(self, layer_id: int, heads: slice, device: str, fold_v: bool) -> LayerCodec:
         """Transforms of one layer for the KV heads of this rank.
 

@@ -29,7 +29,11 @@ class Symbol:
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _INTERNAL_STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
 _WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_ALLOCATOR = "sglang.srt.mem_cache.allocator"
+_ALLOCATOR = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+_BATCH_OF_REQUESTS = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+_FRONT = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 _BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
@@ -97,49 +101,127 @@ SYMBOLS = [
     Symbol(f"{_CONFIGURATOR}._resolve_kv_pool_class", "wrapped: chooses our pool", ("kind", "default")),
     Symbol(
         f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
-        "wrapped: makes the windows, clears them on allocation",
+        "wrapped: makes the windows and an allocator that serves them",
         ("sizes", "token_to_kv_pool", "is_dsv4_model", "req_to_token_pool", "token_to_kv_pool_allocator"),
     ),
-    Symbol(f"{_CONFIGURATOR}._profile_available_bytes", "wrapped: subtracts the side store", ("pre_model_load_memory",)),
-    Symbol(f"{_CONFIGURATOR}.resolve_max_num_reqs", "wrapped: caps the rows of the side store", ("token_capacity",)),
     Symbol(
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         "wrapped: bytes of one token",
         ("kvc", "num_layers"),
     ),
+    *(Symbol(f"{_CONFIGURATOR}.{name}", "read by our hooks") for name in ("is_draft_worker", "model_config", "server_args")),
+    # The windows' pages (hooks.py, window_pages.py)
+    Symbol(f"{_ALLOCATOR}.__init__", "base of our allocator", ("size", "page_size", "dtype", "device", "kvcache", "need_sort")),
     *(
-        Symbol(f"{_CONFIGURATOR}.{name}", "read by our hooks")
-        for name in ("attn_dp_size", "device", "is_draft_worker", "layer_info", "model_config", "server_args")
+        Symbol(f"{_ALLOCATOR}.{name}", why, parameters, exact)
+        for name, why, parameters, exact in (
+            ("alloc", "overridden: the maps forget slots that are handed out", ("need_size",), True),
+            ("alloc_extend", "overridden, as `alloc`", None, True),
+            ("alloc_decode", "overridden, as `alloc`", None, True),
+            ("clear", "overridden: nobody holds a page", (), True),
+            ("free_page_ids", "gives pages back", ("page_ids",), True),
+            ("available_size", "slots that are free", (), True),
+            ("evict_to_free_tokens", "overridden: pages kept for prefixes go too", ("tree_cache", "num_tokens"), True),
+            (
+                "create_prefill_budget",
+                "overridden: pages kept for prefixes count",
+                ("tree_cache", "num_mixed_decode_tokens"),
+                True,
+            ),
+            (
+                "max_new_tokens_for_memory",
+                "overridden: windows count",
+                ("input_tokens", "max_new_tokens", "token_capacity", "sliding_window_size", "chunk_size"),
+                True,
+            ),
+        )
     ),
     Symbol(
-        "sglang.srt.model_executor.model_runner_components.layer_setup.ModelLayerInfo.num_effective_layers",
-        "layers whose windows are subtracted from the budget",
+        "sglang.srt.mem_cache.prefill_budget.PrefillBudget._available_and_evictable", "overridden: retained pages count", ()
     ),
-    Symbol(f"{_ALLOCATOR}.token.TokenToKVPoolAllocator.alloc", "wrapped: hands out slots, which the window maps then forget"),
+    Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free", "wrapped: a request's pages go with its row", ("req",)),
+    Symbol("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows", "wrapped, as `free`", ("indices",)),
+    Symbol(f"{_ADDER}._request_slot_reserve_for_req", "wrapped: windows of an admitted request", ("req", "extend_input_len")),
+    Symbol(f"{_ADDER}._get_running_request_total_token_offset", "wrapped: windows of running requests", ("req",)),
+    Symbol(f"{_BATCH_OF_REQUESTS}.new_tokens_required_next_decode", "wrapped: pages of the next step", ("selected_indices",)),
+    Symbol(f"{_BATCH_OF_REQUESTS}.prepare_for_extend", "wrapped: takes pages", ()),
+    Symbol(f"{_BATCH_OF_REQUESTS}.prepare_for_decode", "wrapped: takes pages", ()),
+    Symbol(f"{_BATCH_OF_REQUESTS}.seq_lens_cpu", "lengths after the step, on the host"),
+    Symbol(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.protected_size", "wrapped: the leak check counts pages", ()
+    ),
+    Symbol("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", "new tokens that admission counts at most"),
     *(
-        Symbol(f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.{name}", "wrapped, as `alloc` of the other allocator")
-        for name in ("alloc", "alloc_extend", "alloc_decode")
+        Symbol(f"sglang.srt.managers.schedule_batch.ReqKvInfo.{name}", "row and length of a request")
+        for name in ("holds_kv", "kv_committed_len", "req_pool_idx")
     ),
     *(
-        Symbol(f"{_ALLOCATOR}.base.BaseTokenToKVPoolAllocator.{name}", "every allocator has these doors, so all are wrapped")
-        for name in ("alloc", "alloc_extend", "alloc_decode")
+        Symbol(f"sglang.srt.managers.schedule_batch.Req.{name}", "tokens of a request, and what else its prefix must share")
+        for name in (
+            "cache_salt",
+            "extra_key",
+            "full_untruncated_fill_ids",
+            "origin_input_ids",
+            "output_ids",
+            "sampling_params",
+            "skip_radix_cache_insert",
+        )
     ),
     Symbol(f"{_INTERNAL_STATE}.get_internal_state", "wrapped: figures in /server_info", ("recv_req",)),
+    Symbol("sglang.srt.plugins.hook_registry.HookRegistry._patched", "tells which hooks were taken"),
+    # Life cycle (life_cycle.py)
     *(
         Symbol(f"{_WEIGHT_UPDATER}.{name}", "wrapped: refuses new weights under an old artifact", ("recv_req",))
         for name in (
+            "begin_weight_update",
+            "destroy_weights_update_group",
+            "end_weight_update",
+            "init_weights_update_group",
             "update_weights_from_disk",
             "update_weights_from_distributed",
-            "update_weights_from_tensor",
             "update_weights_from_ipc",
+            "update_weights_from_tensor",
         )
     ),
-    Symbol("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqOutput", "answers a refused weight update"),
-    Symbol("sglang.srt.managers.io_struct.UpdateWeightsFromDistributedReqOutput", "answers a refused weight update"),
-    Symbol("sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqOutput", "answers a refused weight update"),
-    Symbol("sglang.srt.managers.io_struct.UpdateWeightsFromIPCReqOutput", "answers a refused weight update"),
+    *(
+        Symbol(f"{_WEIGHT_UPDATER}.{name}", "wrapped: refuses to write folded weights out", ("params",))
+        for name in ("save_remote_model", "save_sharded_model")
+    ),
+    *(
+        Symbol(f"{_FRONT}.{name}", "wrapped: a refusal that the client sees", ("obj", "request"))
+        for name in (
+            "begin_weight_update",
+            "check_weights",
+            "destroy_weights_update_group",
+            "end_weight_update",
+            "get_weights_by_name",
+            "init_weights_send_group_for_remote_instance",
+            "init_weights_update_group",
+            "release_memory_occupation",
+            "resume_memory_occupation",
+            "send_weights_to_remote_instance",
+            "update_weights_from_distributed",
+            "update_weights_from_ipc",
+            "update_weights_from_tensor",
+        )
+    ),
+    Symbol(f"{_TOKENIZER}.update_weights_from_disk", "wrapped: a refusal that the client sees", ("obj", "request")),
+    Symbol(f"{_TOKENIZER}._validate_one_request", "wrapped: refuses prompts that end the scheduler", ("obj", "input_ids")),
+    *(
+        Symbol(f"sglang.srt.managers.io_struct.{name}ReqOutput", "answers a refused weight update")
+        for name in (
+            "BeginWeightUpdate",
+            "DestroyWeightsUpdateGroup",
+            "EndWeightUpdate",
+            "InitWeightsUpdateGroup",
+            "UpdateWeightFromDisk",
+            "UpdateWeightsFromDistributed",
+            "UpdateWeightsFromIPC",
+            "UpdateWeightsFromTensor",
+        )
+    ),
     Symbol("sglang.srt.runtime_context.get_parallel", "rank and size of tensor parallelism", ()),
-    Symbol("sglang.srt.runtime_context.get_schedule", "max_running_requests", ()),
+    Symbol("sglang.srt.runtime_context.get_memory", "whether prefixes are cached", ()),
     Symbol("sglang.srt.runtime_context.get_serving", "name of the model in metrics", ()),
     # Pool (pool.py)
     Symbol(f"{_POOL}.__init__", "base of the pool", ("size", "page_size", "dtype", "head_num", "head_dim"), exact=False),

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from oscar.format.windows import WindowMaps
+from oscar.format.windows import WindowTable
 from oscar_kernel.attention import BatchDecode, BatchExtend
 from oscar_kernel.layer import LayerCache, LayerCodec
 from oscar_kernel.reference import write_windows
@@ -68,21 +68,21 @@ class TritonLayers:
         blocks = self.first.num_kv_heads * head_block(kv_group_num, card)[1]
         return item_budget(bs, blocks, num_sms(self.device), launch.waves)
 
-    def plan_buffers(self, bs: int, maps: WindowMaps) -> PlanBuffers:
+    def plan_buffers(self, bs: int, windows: WindowTable) -> PlanBuffers:
         """Buffers for plans of `bs` rows."""
-        return PlanBuffers(bs, self.budget(bs), maps.sink_tokens, maps.recent_tokens, self.device)
+        return PlanBuffers(bs, self.budget(bs), windows.sink_tokens, windows.recent_tokens, self.device)
 
     def scratch(self, bs: int, num_items: int) -> Scratch:
         """Scratch for a step of `bs` rows and `num_items`."""
         make = DecodeBuffers.make
         return {width: make(bs, num_items, self.num_qo_heads, layer) for width, layer in self._by_width.items()}
 
-    def reserve(self, max_bs: int, maps: WindowMaps) -> None:
+    def reserve(self, max_bs: int, windows: WindowTable) -> None:
         """Make the scratch that decode wrappers with fixed buffers of up to `max_bs` rows share.
 
-        Their steps must not run side by side. maps: with the sizes of the windows that plans will have.
+        Their steps must not run side by side. windows: with the sizes of the windows that plans will have.
         """
-        sizes = maps.sink_tokens, maps.recent_tokens
+        sizes = windows.sink_tokens, windows.recent_tokens
         self.reserved = self.scratch(max_bs, max(item_count(bs, self.budget(bs), *sizes) for bs in range(1, max_bs + 1)))
 
     def require_whole_step(self) -> None:
@@ -113,15 +113,15 @@ class TritonDecode(BatchDecode):
         layers: to run.
         bs: rows of every plan, whose buffers are made now (scratch is what `TritonLayers.reserve` made, if it did); None:
             plans of any size, whose buffers are made each time.
-        maps: with bs, the windows of the plans.
+        windows: with bs, those of the plans.
     """
 
-    def __init__(self, layers: TritonLayers, bs: int | None = None, maps: WindowMaps | None = None):
+    def __init__(self, layers: TritonLayers, bs: int | None = None, windows: WindowTable | None = None):
         self._layers, self._bs = layers, bs
         self._buffers: PlanBuffers
         self._scratch: Scratch
-        if bs is not None and maps is not None:
-            self._make_buffers(bs, maps)
+        if bs is not None and windows is not None:
+            self._make_buffers(bs, windows)
         self._plan: TritonPlan
         self._loc: Tensor | None
         self._rows: Tensor | None
@@ -131,7 +131,7 @@ class TritonDecode(BatchDecode):
         req_to_token: Tensor,
         req_pool_indices: Tensor,
         kv_lens: Sequence[int] | Tensor,
-        maps: WindowMaps,
+        windows: WindowTable,
         loc: Tensor | None = None,
         window_rows: Tensor | None = None,
     ) -> None:
@@ -148,13 +148,13 @@ class TritonDecode(BatchDecode):
         if self._bs not in (None, bs):
             raise ValueError(f"BatchDecode.plan: expected the {self._bs} rows that the wrapper was made for, got {bs}")
         if self._bs is None:
-            self._make_buffers(bs, maps)
+            self._make_buffers(bs, windows)
         lens = kv_lens if isinstance(kv_lens, Tensor) else torch.tensor(kv_lens, dtype=torch.int32, device=layers.device)
-        self._plan = plan_tokens(self._buffers, req_to_token, req_pool_indices, lens, maps)
+        self._plan = plan_tokens(self._buffers, req_to_token, req_pool_indices, lens, windows)
         self._loc, self._rows = _contiguous(loc), _contiguous(window_rows)
 
-    def _make_buffers(self, bs: int, maps: WindowMaps) -> None:
-        self._buffers = self._layers.plan_buffers(bs, maps)
+    def _make_buffers(self, bs: int, windows: WindowTable) -> None:
+        self._buffers = self._layers.plan_buffers(bs, windows)
         shared = None if self._bs is None else self._layers.reserved
         self._scratch = self._layers.scratch(bs, self._buffers.num_items) if shared is None else shared
 
@@ -201,7 +201,7 @@ class TritonExtend(BatchExtend):
         req_pool_indices: Tensor,
         prefix_lens: Sequence[int],
         qo_indptr: Sequence[int],
-        maps: WindowMaps,
+        windows: WindowTable,
         loc: Tensor,
         window_rows: Tensor,
     ) -> None:
@@ -209,11 +209,11 @@ class TritonExtend(BatchExtend):
         layers, device = self._layers, self._layers.device
         layers.require_whole_step()
         lens = torch.tensor(prefix_lens, dtype=torch.int32, device=device)
-        self._plan = plan_tokens(layers.plan_buffers(len(prefix_lens), maps), req_to_token, req_pool_indices, lens, maps)
+        self._plan = plan_tokens(layers.plan_buffers(len(prefix_lens), windows), req_to_token, req_pool_indices, lens, windows)
         self._max_new = max((b - a for a, b in itertools.pairwise(qo_indptr)), default=0)
         self._qo_indptr = torch.tensor(qo_indptr, dtype=torch.int32, device=device)
         self._loc, self._rows = loc.contiguous(), window_rows.long()
-        self._nowhere = torch.full_like(self._rows, maps.no_row)
+        self._nowhere = torch.full_like(self._rows, windows.no_row)
 
     def run(
         self,

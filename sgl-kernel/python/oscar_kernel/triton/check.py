@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from oscar.format.windows import WindowMaps
 from oscar_kernel import reference
 from oscar_kernel.layer import LayerCache, LayerCodec
 from oscar_kernel.testing import RandomBatch
@@ -47,7 +46,7 @@ def fault(codec: LayerCodec, num_qo_heads: int, logit_cap: float = 0.0) -> str |
     # What the reference stores, of the same numbers as a model gives.
     batch = RandomBatch.make(on_cpu, LENS, num_qo_heads, (SINK, RECENT), impl="reference")
     loc = torch.cat([batch.req_to_token[b, :n] for b, n in enumerate(LENS)]).long()
-    k, v, rows = batch.k.bfloat16(), batch.v.bfloat16(), batch.maps.rows_of(loc)
+    k, v, rows = batch.k.bfloat16(), batch.v.bfloat16(), batch.rows()
     reference.store_kv(k, v, loc, rows, batch.cache, on_cpu)
     plan = batch.plan(LENS)
 
@@ -59,10 +58,10 @@ def fault(codec: LayerCodec, num_qo_heads: int, logit_cap: float = 0.0) -> str |
     last[torch.tensor(batch.start[1:]) - 1] = True
     layers.by_id[0].store(*(x[~last].to(device) for x in (k, v, loc, rows)))
     q = random(len(LENS))[0]
-    maps = WindowMaps(batch.maps.row_of_slot.to(device), batch.maps.slot_of_row.to(device), SINK, RECENT)
+    windows = batch.windows.to(device)
     where = batch.req_to_token.to(device), torch.arange(len(LENS), device=device)
     decode = TritonDecode(layers)
-    decode.plan(*where, LENS, maps, loc[last].to(device), rows[last].to(device))
+    decode.plan(*where, LENS, windows, loc[last].to(device), rows[last].to(device))
     out = decode.run(
         0, *(x.to(device) for x in (q, k[last], v[last])), sm_scale=scale, logit_cap=logit_cap, out_dtype=torch.float32
     )
@@ -83,8 +82,8 @@ def fault(codec: LayerCodec, num_qo_heads: int, logit_cap: float = 0.0) -> str |
     extend = TritonExtend(layers)
     for new in NEW:
         qo_indptr, (q, k, v) = [0, 1, 1 + new], random(1 + new)
-        nowhere = torch.full((1 + new,), -1), torch.full((1 + new,), maps.no_row)
-        extend.plan(*where, LENS, qo_indptr, maps, *(x.to(device) for x in nowhere))
+        nowhere = torch.full((1 + new,), -1), torch.full((1 + new,), windows.no_row)
+        extend.plan(*where, LENS, qo_indptr, windows, *(x.to(device) for x in nowhere))
         out = extend.run(0, *(x.to(device) for x in (q, k, v)), sm_scale=scale, logit_cap=logit_cap, out_dtype=torch.float32)
         stored = on_cpu.k.store(k), on_cpu.v.store(v)
         wanted = reference.extend_attention(q, *stored, qo_indptr, batch.cache, on_cpu, plan, scale, logit_cap)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oscar.format.windows import WindowMaps
+from oscar.format.windows import WindowTable
 from oscar_kernel.triton.common import interpreted
 from oscar_kernel.triton.planes import next_power_of_2
 
@@ -92,25 +92,32 @@ def entry_of(position, kv_len, SINK: tl.constexpr, RECENT: tl.constexpr):
 
 
 @triton.jit
-def row_of(slot, mask, row_of_slot_ptr, slot_of_row_ptr):
-    """int32 window rows of slots: only where both maps agree, else -1."""
-    row = tl.load(row_of_slot_ptr + slot, mask=mask, other=-1).to(tl.int32)
-    owner = tl.load(slot_of_row_ptr + row, mask=row >= 0, other=-1).to(tl.int64)
-    return tl.where((row >= 0) & (owner == slot), row, -1)
+def row_of(
+    request, position, mask, first_row_ptr, position_ptr,
+    SINK: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
+):  # fmt: skip
+    """int32 window rows that a request holds for positions: only where the row holds that position's numbers, else -1."""
+    SINK_ENTRIES: tl.constexpr = (SINK + PAGE - 1) // PAGE * PAGE
+    entry = tl.where(position < SINK, position, SINK_ENTRIES + (position - SINK) % RING)
+    first = tl.load(first_row_ptr + request * PAGES + entry // PAGE, mask=mask, other=-1)
+    row = first + entry % PAGE
+    held = tl.load(position_ptr + row, mask=mask & (first >= 0), other=-1)
+    return tl.where(mask & (first >= 0) & (held == position), row, -1)
 
 
 @triton.jit
 def plan_kernel(
-    request_ptr, len_ptr, slots_stride, row_of_slot_ptr, slot_of_row_ptr, plan, bs, num_items, budget,
-    SINK: tl.constexpr, RECENT: tl.constexpr, ITEM: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
-    BS_PAD: tl.constexpr, ENTRIES: tl.constexpr,
+    request_ptr, len_ptr, slots_stride, first_row_ptr, position_ptr, plan, bs, num_items, budget,
+    SINK: tl.constexpr, RECENT: tl.constexpr, RING: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, ITEM: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, BS_PAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (bs,). plan: `PlanTensors`, all but slots written. ENTRIES: tile in which lists are written."""
     b = tl.program_id(0)
     every = tl.arange(0, BS_PAD)
     lens = tl.load(len_ptr + every, mask=every < bs, other=0).to(tl.int32)
     n = tl.sum(tl.where(every == b, lens, 0), axis=0)
-    start = tl.load(request_ptr + b).to(tl.int64) * slots_stride
+    request = tl.load(request_ptr + b).to(tl.int64)
+    start = request * slots_stride
     tl.store(plan.starts + b, start)
     tl.store(plan.kv_lens + b, n)
 
@@ -148,7 +155,7 @@ def plan_kernel(
         i = at + tl.arange(0, ENTRIES)
         position, counts = window_entry(i, n, SINK, RECENT)
         counts = counts & (i < SINK + RECENT)
-        row = row_of(slot_of(plan.slots, start, position, counts), counts, row_of_slot_ptr, slot_of_row_ptr)
+        row = row_of(request, position, counts, first_row_ptr, position_ptr, SINK, RING, PAGE, PAGES)
         tl.store(plan.window_rows + b * (SINK + RECENT) + i, row, mask=i < SINK + RECENT)
 
 
@@ -194,34 +201,37 @@ class PlanBuffers:
 
 
 def plan_tokens(
-    buffers: PlanBuffers, req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, maps: WindowMaps
+    buffers: PlanBuffers, req_to_token: Tensor, req_pool_indices: Tensor, kv_lens: Tensor, windows: WindowTable
 ) -> TritonPlan:
     """Resolve windows and share out the work of a step; one launch, no host synchronisation.
 
     Args:
-        buffers: written in place; made for the maps' window sizes.
+        buffers: written in place; made for the sizes of these windows.
         req_to_token: [max_num_reqs, max_context_len] int32 or int64, slot of each position of each request.
         req_pool_indices: [bs] integer, rows of req_to_token.
         kv_lens: [bs] integer on the device, cached tokens to read; a row of 0 reads nothing, and its output is 0.
-        maps: of the windows, on the device.
+        windows: what the requests hold, on the device.
     """
     bs = kv_lens.shape[0]
     tensors = PlanTensors(req_to_token, buffers.starts, buffers.kv_lens, buffers.window_rows, buffers.work, buffers.work_indptr)
-    plan = TritonPlan(tensors, maps.sink_tokens, maps.recent_tokens)
+    plan = TritonPlan(tensors, windows.sink_tokens, windows.recent_tokens)
     if bs == 0:
         return plan
     plan_kernel[(bs,)](
         request_ptr=req_pool_indices,
         len_ptr=kv_lens,
         slots_stride=req_to_token.stride(0),
-        row_of_slot_ptr=maps.row_of_slot,
-        slot_of_row_ptr=maps.slot_of_row,
+        first_row_ptr=windows.first_row,
+        position_ptr=windows.position,
         plan=tensors,
         bs=bs,
         num_items=buffers.num_items,
         budget=buffers.budget,
-        SINK=maps.sink_tokens,
-        RECENT=maps.recent_tokens,
+        RING=max(1, windows.ring_tokens),
+        PAGE=windows.rows_per_page,
+        PAGES=windows.first_row.shape[1],
+        SINK=windows.sink_tokens,
+        RECENT=windows.recent_tokens,
         ITEM=WINDOW_ITEM,
         BLOCK_N=BLOCK_N,
         MIN_TILES=MIN_TILES,

@@ -46,8 +46,7 @@ class OscarCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Defaults for a machine that is shared with other programs; what the user gave stays."""
-        if server_args.max_running_requests is None and server_args.kv_quant == "none":
-            # With --kv-quant oscar the memory for the 16-bit windows decides (hooks.py).
+        if server_args.max_running_requests is None:
             server_args.max_running_requests = MAX_RUNNING_REQUESTS
         if server_args.mem_fraction_static is None:
             fraction = memory_fraction(server_args)
@@ -111,7 +110,7 @@ def weight_bytes(model_path: str) -> int:
     """Size of the weight files in a model folder; 0 where it is not a folder."""
     folder = Path(model_path)
     for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf"):
-        sizes = [file.stat().st_size for file in folder.glob(pattern) if file.name != "oscar.safetensors"]
+        sizes = [file.stat().st_size for file in folder.glob(pattern)]
         if sizes:
             return sum(sizes)
     return 0
