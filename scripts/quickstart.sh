@@ -1,19 +1,9 @@
 #!/usr/bin/env bash
-# From nothing to a server with a 2-bit KV cache: install, calibrate the embedded model, serve it, ask it, show what was saved.
+# From nothing to a model served in 16 and in 2 bits side by side: install, calibrate, ask both, measure both, count memory.
 set -euo pipefail
 # shellcheck source=install.sh
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh" "."
-model="$(python -m oscar model-path)"
-out="build/quickstart"
-mkdir -p "$out"
-
-echo
-echo "1. Calibrate the embedded model"
-python -m oscar calibrate --model "$model" --output "$out/oscar.kvq"
-
-echo
-echo "2. Serve it in 2 bits and ask about a fact hidden in a long prompt"
-python examples/serve_and_ask.py --model "$model" --artifact "$out/oscar.kvq" --log "$out/server.log"
+python scripts/quickstart.py "$@"
 
 cat <<TEXT
 

@@ -22,7 +22,7 @@ import torch
 
 import oscar
 from oscar import support
-from oscar.calibration import clip_search, saved, sources, text
+from oscar.calibration import clip_search, run_sglang, saved, sources, text
 from oscar.calibration.check import check, check_enough, max_length, needs_data
 from oscar.calibration.heldout import total
 from oscar.calibration.load_model import load_model, load_tokenizer
@@ -156,12 +156,17 @@ def _runner(options: CalibrationOptions, identity: ModelIdentity, model, steps: 
     """Transformers with this model, or SGLang where there is none in this process."""
     if model is not None:
         return TransformersRunner(model, identity, steps)
+    return SglangRunner(_engine(options), identity, steps)
+
+
+def _engine(options: CalibrationOptions) -> Engine:
+    """How SGLang is started."""
     more = dict(options.engine_args)
     if options.json_model_override_args:
         more["json_model_override_args"] = json.dumps(dict(options.json_model_override_args))
     if options.trust_remote_code:
         more["trust_remote_code"] = True
-    return SglangRunner(Engine(options.model, options.tp, options.dtype, more), identity, steps)
+    return Engine(options.model, options.tp, options.dtype, more)
 
 
 def _read_text(options: CalibrationOptions, identity: ModelIdentity, model_config) -> list[Sequence]:
@@ -181,6 +186,12 @@ def _write_text(options: CalibrationOptions, model, model_config, steps: Steps) 
     """Step 2, text that the model writes."""
     tokenizer, length = load_tokenizer(options.model, options.trust_remote_code), max_length(options, model_config)
     with steps.step("write text", options.tokens) as advance:
+        if model is None:
+
+            def write(openings: list[list[int]], parts: int, length: int) -> torch.Tensor:
+                return run_sglang.write(_engine(options), openings, parts, length, options.seed, advance)
+
+            return text.from_engine(write, model_config, tokenizer, options.tokens, length, options.seed)
         return text.from_model(model, tokenizer, options.tokens, length, options.seed, advance)
 
 

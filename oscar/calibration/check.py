@@ -127,8 +127,6 @@ def _check_backend(options: CalibrationOptions) -> None:
         return
     if options.tp < 1:
         raise OscarError(f"tp must be positive, got {options.tp}")
-    if not options.text and options.from_stats is None:
-        raise OscarError("--backend sglang: expected --text, got none; only --backend hf lets the model write its own")
     if options.device != "auto":
         raise OscarError("--backend sglang does not support --device; give SGLang's own through --engine-args")
     if importlib.util.find_spec("sglang") is None:

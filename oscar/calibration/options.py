@@ -94,7 +94,7 @@ class CalibrationOptions(Options):
     backend: str = field(
         default="hf",
         metadata=option(
-            "who runs the model: Transformers, or SGLang for what only it can hold; needs text",
+            "who runs the model: Transformers, or SGLang for what only it can hold",
             choices=BACKENDS,
         ),
     )

@@ -10,6 +10,7 @@ Token ids go to a process of `sglang.srt.oscar.capture` in a file, the sums of e
         "surrogate"         layers.{i}.v_surrogate_moment
         "clip"              layers.{i}.k, layers.{i}.v [quantiles, heads], the errors of `ClipSearch`
         "errors"            {source}.{i}.{error} [2], those of `LayerErrorSums`
+    text.safetensors        for "write": text [parts, length] int64 that goes on from the sequences of the request
 
 Ranks that hold the same KV head hold different query heads of it, so sums over queries add up, the output metric is averaged,
 and sums over keys and values are taken once. The engine is started once a task: nothing is kept of an activation.
@@ -26,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -146,6 +148,39 @@ def measure(
     return {source: result[source] for source in dict.fromkeys(s.source for s in sequences)}
 
 
+def write(
+    engine: Engine,
+    openings: list[list[int]],
+    parts: int,
+    length: int,
+    seed: int,
+    advance: Advance = lambda tokens: None,
+) -> Tensor:
+    """Text that the model writes, sampled at temperature 1. Where it ends a text, the part goes on with the next opening.
+
+    Args:
+        engine, advance: as in `capture`.
+        openings: token lists that a text can start with, none empty.
+        parts, length: how many, and tokens of each.
+        seed: of the sampling.
+    Returns:
+        [parts, length] int64.
+    Raises:
+        OscarError: the engine ended with an error.
+    """
+    with tempfile.TemporaryDirectory(prefix="oscar-write-") as name:
+        folder = Path(name)
+        settings = {"model_path": str(engine.model), "tp_size": engine.tp_size, "dtype": engine.dtype, "random_seed": seed}
+        header = {"task": "write", "engine": json.dumps(settings | engine.more), "parts": str(parts), "length": str(length)}
+        header["sources"] = json.dumps(["opening"] * len(openings))
+        save_file(
+            {f"sequence.{j}": torch.tensor(ids) for j, ids in enumerate(openings)}, folder / "request.safetensors", header
+        )
+        _run(engine, folder, advance, parts * length)
+        with safe_open(folder / "text.safetensors", "pt") as file:
+            return file.get_tensor("text")
+
+
 @contextmanager
 def _serve(
     identity: ModelIdentity,
@@ -170,18 +205,23 @@ def _serve(
         save_file(tokens | (given or {}), folder / "request.safetensors", header)
         if artifact is not None:
             artifacts.save(artifact, folder / "artifact.safetensors")
-        command = [sys.executable, "-m", MODULE, str(folder)]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2) as process:
-            told = 0
-            while (code := _wait(process)) is None:
-                served = folder / "served"
-                done = int(served.read_text() or 0) if served.exists() else 0
-                advance(done - told)
-                told = done
-            advance(sum(len(s.tokens) for s in sequences) - told)
-        if code:
-            raise OscarError(f"{engine.model}: SGLang ended with exit code {code} (its message is above); try --backend hf")
+        _run(engine, folder, advance, sum(len(s.tokens) for s in sequences))
         yield [folder / f"rank-{rank}.safetensors" for rank in range(engine.tp_size)]
+
+
+def _run(engine: Engine, folder: Path, advance: Advance, tokens: int) -> None:
+    """Run the engine on the request in a folder; tokens: that it will have served in the end. Raises OscarError."""
+    command = [sys.executable, "-m", MODULE, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2) as process:  # stderr, also in a notebook
+        told = 0
+        while (code := _wait(process)) is None:
+            served = folder / "served"
+            done = int(served.read_text() or 0) if served.exists() else 0
+            advance(done - told)
+            told = done
+        advance(tokens - told)
+    if code:
+        raise OscarError(f"{engine.model}: SGLang ended with exit code {code} (its message is above); try --backend hf")
 
 
 def _wait(process: subprocess.Popen) -> int | None:

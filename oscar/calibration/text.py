@@ -184,7 +184,7 @@ def from_model(
         Sequences of exactly the budget.
     """
     generator = torch.Generator().manual_seed(seed)
-    openings = _openings(model, tokenizer)
+    openings = _openings(model.config, tokenizer)
     order = torch.randperm(len(openings), generator=generator).tolist()
     opening = (openings[i] for i in itertools.cycle(order))
     ends = end_tokens(model, tokenizer)
@@ -196,8 +196,29 @@ def from_model(
         for first in range(0, num_parts, _PARTS_AT_ONCE):
             rows = min(_PARTS_AT_ONCE, num_parts - first)
             parts.append(_write(model, rows, length, opening, ends, vocabulary, generator, advance))
+    return _as_sequences(torch.cat(parts), budget, max_length)
+
+
+def from_engine(
+    write: Callable[[list[list[int]], int, int], Tensor], model_config, tokenizer, budget: int, max_length: int, seed: int
+) -> list[Sequence]:
+    """The same from a model that another program runs.
+
+    Args:
+        write: (openings, parts, length in tokens) -> [parts, length] int64 of text that goes on from them.
+        model_config: the model's configuration.
+        tokenizer, budget, max_length, seed: as for `from_model`.
+    """
+    openings = _openings(model_config, tokenizer)
+    order = torch.randperm(len(openings), generator=torch.Generator().manual_seed(seed)).tolist()
+    length = min(DOCUMENT_TOKENS, max_length, budget)
+    return _as_sequences(write([openings[i] for i in order], math.ceil(budget / length), length), budget, max_length)
+
+
+def _as_sequences(parts: Tensor, budget: int, max_length: int) -> list[Sequence]:
+    """Parts [num_parts, length], joined and cut into sequences of exactly the budget."""
     pieces = share(budget, max_length)
-    runs = torch.cat(parts).flatten()[:budget].split([n for n, _ in pieces])
+    runs = parts.flatten()[:budget].split([n for n, _ in pieces])
     return [Sequence(run, SELF_SOURCE, held_out) for run, (_, held_out) in zip(runs, pieces, strict=True)]
 
 
@@ -255,10 +276,10 @@ def _roomy_cache(model):
     return cache
 
 
-def _openings(model, tokenizer) -> list[list[int]]:
+def _openings(model_config, tokenizer) -> list[list[int]]:
     """Token lists a row can start with; at least one, none empty."""
     if tokenizer is None:
-        start = getattr(model.config, "bos_token_id", None)
+        start = getattr(model_config, "bos_token_id", None)
         return [[start if isinstance(start, int) else 0]]
     start = start_tokens(tokenizer)
     result = [start] if start else []

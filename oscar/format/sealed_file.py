@@ -57,6 +57,15 @@ def write_whole(path: Path, data: bytes, what: str) -> None:
         raise
 
 
+def file_digest(path: str | Path) -> str:
+    """SHA-256 of a file, in hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
 def read_checked(path: Path, key: str, what: str, version: int, again: str) -> tuple[dict, dict[str, Tensor]]:
     """Header and tensors of a file that `save` or a sibling wrote, every byte of it checked.
 

@@ -14,7 +14,7 @@ from oscar.support.sentences import (
     not_served,
     option_refusal,
 )
-from oscar.support.server_options import REFUSED, Option
+from oscar.support.server_options import REFUSED, Option, flag_of
 from oscar.support.table import HARDWARE, MODEL_FEATURES, OFF, ON_CPU, Feature
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Feature",
     "Option",
     "architecture_refusal",
+    "flag_of",
     "hardware_refusal",
     "markdown",
     "model_name",

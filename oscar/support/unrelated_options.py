@@ -138,10 +138,6 @@ UNRELATED = (
         triton_attention_split_tile_size flashinfer_mla_disable_ragged prefill_kv_cache_dequant_dtype""",
     ),
     _group(
-        "where the model comes from, and on which cards it runs",
-        "base_gpu_id gpu_id_step trust_remote_code download_dir revision",
-    ),
-    _group(
         "images, audio and video, which no served model takes",
         """mm_attention_backend enable_precise_embedding_interpolation enable_broadcast_mm_inputs_process
         enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config mm_processor_worker_num mm_io_worker_num

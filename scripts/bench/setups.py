@@ -38,6 +38,12 @@ def write_json(path: Path, record) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
+def write_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Put a text between two marks of a page, in place of what stands there."""
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    page.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+
+
 def run_calibrate(model: str | Path, output: Path, *flags: str) -> None:
     """`oscar calibrate` in a process of its own."""
     command = [sys.executable, "-m", "oscar", "calibrate", "--model", str(model), "--output", str(output), *flags]

@@ -94,7 +94,6 @@ def test_an_engine_that_fails(monkeypatch):
     [
         ({"backend": "vllm"}, "backend must be one of hf, sglang"),
         ({"tp": 2}, "--tp and --engine-args are for --backend sglang"),
-        ({"backend": "sglang"}, "expected --text, got none"),
         ({"backend": "sglang", "text": ("t",), "tp": 0}, "tp must be positive"),
         ({"backend": "sglang", "text": ("t",), "device": "cpu"}, "does not support --device"),
     ],

@@ -288,6 +288,15 @@ def test_support_table_is_the_code():
     assert support.markdown() in (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
 
 
+def test_tests_that_hold_something_exist():
+    """Rows of docs/reliability.md name a file and a test in it."""
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test/[\w/]+\.py)`: `(test_\w+)`", page)
+    assert len(named) > 15
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {name}"
+
+
 def test_flags_in_the_serving_page_are_the_flags(server_parser):
     page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| `(--[a-z-]+)(?: \{([\w,]+)\})?", page, re.M)

@@ -124,12 +124,12 @@ def test_no_server():
         Endpoint("http://127.0.0.1:9")
 
 
-def test_quality_table(tmp_path):
+def test_stress_table(tmp_path):
     """The script end to end on one small cell; what it writes between the marks is a table of every method."""
-    script = Path(__file__).parents[2] / "scripts" / "bench" / "quality_table.py"
-    page, figures = tmp_path / "page.md", tmp_path / "quality.json"
+    script = Path(__file__).parents[2] / "scripts" / "bench" / "stress_table.py"
+    page, figures = tmp_path / "page.md", tmp_path / "stress.json"
     page.write_text(
-        "before\n<!-- table: begin, written by scripts/bench/quality_table.py -->\nold\n<!-- table: end -->\nafter\n",
+        "before\n<!-- table: begin, written by scripts/bench/stress_table.py -->\nold\n<!-- table: end -->\nafter\n",
         encoding="utf-8",
     )
     sizes = ["--variants", "outliers", "--contexts", "1024", "--scale", "0.01", "--tokens", "2048", "--jobs", "1"]

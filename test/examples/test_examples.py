@@ -2,8 +2,10 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,7 +30,7 @@ def run(name: str, *arguments, folder: Path | None = None) -> str:
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
     """(what `calibrate.py` printed, the artifact it wrote)."""
-    file = tmp_path_factory.mktemp("examples") / "oscar.safetensors"
+    file = tmp_path_factory.mktemp("examples") / "oscar.kvq"
     text = f"{embedded_model() / 'heldout.txt'}:4096"
     return run("calibrate.py", "--text", text, "--tokens", 4096, "--output", file), file
 
@@ -83,17 +85,43 @@ def test_serve_and_ask(calibrated, tmp_path):
 
 @starts_sglang
 def test_batch(calibrated, tmp_path):
-    """One process, no server; lines in, lines out."""
-    (tmp_path / "prompts.txt").write_text("The list of\n\nThis function returns\n")
-    files = "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "out.jsonl"
-    run("batch.py", *files, "--artifact", calibrated[1], "--max-new-tokens", 8, "--max-total-tokens", 4096)
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [line["prompt"] for line in lines] == ["The list of", "This function returns"]
+    """One process, no server; lines in, lines out as they come. SIGTERM ends it at once, and the next run goes on there."""
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "prompts.txt").write_text("The list of\n\nThis function returns\n" + "Once upon a time\n" * 400)
+    files = "--prompts", tmp_path / "prompts.txt", "--output", out, "--at-once", 2
+    limits = "--max-new-tokens", 8, "--max-total-tokens", 4096
+    command = [sys.executable, FOLDER / "batch.py", *files, "--artifact", calibrated[1], *limits]
+    running = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True)
+    while running.poll() is None and not (out.exists() and out.read_text()):
+        time.sleep(0.1)
+    running.terminate()
+    told = running.communicate(timeout=180)[1]
+    assert running.returncode == 128 + signal.SIGTERM, told
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["prompt"] for line in lines[:2]] == ["The list of", "This function returns"] and len(lines) < 402
     assert all(line["answer"] for line in lines)
+    (tmp_path / "prompts.txt").write_text("".join(f"{line['prompt']}\n" for line in lines) + "The end of\n")
+    run("batch.py", *files, "--artifact", calibrated[1], *limits)
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    assert again[:-1] == lines and again[-1]["prompt"] == "The end of"
 
 
-def test_batch_refuses_no_prompts(tmp_path):
-    (tmp_path / "none.txt").write_text("\n")
-    command = [sys.executable, str(FOLDER / "batch.py"), "--prompts", str(tmp_path / "none.txt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "expected at least one prompt, found none" in done.stderr
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("none.txt", "\n", "expected at least one prompt, found none"),
+        (
+            "bad.jsonl",
+            '{"prompt": "a"}\n\n{"prompt"\n',
+            'bad.jsonl, line 3: expected a JSON object with "prompt", got {',
+        ),
+        ("no.jsonl", '{"text": "a"}\n', 'line 1: expected a JSON object with "prompt"'),
+        ("other.txt", "b\n", "found others; move it away"),
+    ],
+)
+def test_batch_refuses(name, content, told, tmp_path):
+    (tmp_path / name).write_text(content)
+    (tmp_path / "out.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    command = [sys.executable, str(FOLDER / "batch.py"), "--prompts", str(tmp_path / name)]
+    done = subprocess.run([*command, "--output", str(tmp_path / "out.jsonl")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr

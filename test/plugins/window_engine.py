@@ -9,6 +9,7 @@ from collections import OrderedDict
 from types import SimpleNamespace
 
 import torch
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.oscar import hooks
@@ -25,8 +26,8 @@ PAGES = 110
 FREE = "free"
 
 
-class Sequence:
-    """A request as SGLang's scheduler keeps it."""
+class Sequence(Req):
+    """A request as SGLang's scheduler keeps it; only what is asked of it is made."""
 
     def __init__(self, tokens, caches=True):
         self.tokens, self.caches = list(tokens), caches

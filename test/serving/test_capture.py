@@ -17,7 +17,7 @@ from oscar.format.identity import ModelIdentity
 from oscar.format.side import LayerTransforms, Side
 from oscar.methods.statistics import MomentSums, SurrogateSums, output_moment
 
-LENGTHS = (300, 1, 77)  # the first in three chunks
+LENGTHS = (300, 1, 77)  # the first would be three of the chunks that are asked for below
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +57,44 @@ def sequences():
     ]
 
 
+def test_text_that_the_model_writes_in_the_engine(tmp_path, monkeypatch):
+    """Parts are as long as asked whenever the model ends a text; each goes on with the next opening."""
+    import sglang
+    from safetensors import safe_open
+    from sglang.srt.oscar import capture as inside
+
+    class Engine:
+        """Ends every text after two tokens."""
+
+        def __init__(self, **settings):
+            assert settings["random_seed"] == 3
+
+        def generate(self, input_ids, sampling_params):
+            assert all(len(ids) + s["max_new_tokens"] == 12 for ids, s in zip(input_ids, sampling_params, strict=True))
+            return [{"output_ids": [7, 8][: s["max_new_tokens"]]} for s in sampling_params]
+
+        def shutdown(self):
+            pass
+
+    monkeypatch.setattr(sglang, "Engine", Engine)
+    assert inside.write(tmp_path, {"random_seed": 3}, [[1], [2, 3]], 2, 12) == 0
+    with safe_open(tmp_path / "text.safetensors", "pt") as file:
+        text = file.get_tensor("text").tolist()
+    assert text == [[1, 7, 8] * 4, [2, 3, 7, 8] * 3]
+    assert (tmp_path / "served").read_text() == "24"
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_statistics_equal_the_other_capture(tp_size, model, sequences):
     made, folder, identity = model
     found = capture(identity, Engine(folder, tp_size, "float32", {"chunked_prefill_size": 128}), sequences)
     expected = {i: MomentSums(i) for i in range(2)}
-    with capturing(made, lambda c: expected[c.layer_id].add(*c.tokens())) as run:
+
+    def add(c):
+        expected[c.layer_id].add(*c.tokens())
+        expected[c.layer_id].attend(*c.tokens(0), **c.how)
+
+    with capturing(made, add) as run:
         for s in sequences:
             run(s.tokens.unsqueeze(0))
     for i in range(2):
@@ -74,6 +106,9 @@ def test_statistics_equal_the_other_capture(tp_size, model, sequences):
         for name in ("q_moment", "k_moment", "k_mean", "v_moment", "v_mean", "v_score_moment"):
             x, y = getattr(a, name), getattr(b, name)
             assert (x - y).norm() < 1e-5 * y.norm(), (i, name)
+        for name in ("q_moment", "k_moment", "k_mean", "v_moment", "output_moment"):
+            x, y = getattr(a, f"attended_{name}"), getattr(b, f"attended_{name}")
+            assert (x - y).norm() < 1e-4 * y.norm(), (i, f"attended_{name}")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 Every refusal of a start has its case here, hence more than 400 lines.
 """
 
+import concurrent.futures
 import json
 import os
 import pickle
@@ -15,6 +16,7 @@ import pytest
 import sglang  # noqa: F401  runs the platform plugin before ServerArgs exists
 import torch
 import transformers
+from sglang.srt.arg_groups.overrides import resolution_result
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.oscar import check_flags, check_model, declare, find_artifact
 from sglang.srt.oscar.cpu import platform, start, threads
@@ -24,8 +26,10 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from oscar import support
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
+from oscar.errors import OscarError
 from oscar.format import artifact
 from oscar.format.identity import ModelIdentity, rope_settings
+from oscar.format.sealed_file import file_digest
 from oscar.format.side import LayerTransforms, Side
 
 GEOMETRY = {
@@ -71,7 +75,7 @@ def found_artifact(monkeypatch, tmp_path):
     class Found:
         sink_tokens, recent_tokens, method, group_size = DEFAULT_SINK_TOKENS, DEFAULT_RECENT_TOKENS, "oscar", 128
 
-    path = tmp_path / "found.safetensors"
+    path = tmp_path / "found.kvq"
     path.write_bytes(b"x")
     monkeypatch.setattr(artifact, "find", lambda folder, identity: path)
     monkeypatch.setattr(artifact, "load", lambda path, model=None, native_layers=False: Found)
@@ -222,9 +226,94 @@ def test_hnd_layout_is_refused(model, monkeypatch):
 
 def test_flag_without_kv_quant_is_refused(model):
     for flag in FLAGS[1:]:
+        if flag.hidden:
+            continue
         value = [] if flag.type is bool else [flag.choices[0] if flag.choices else "3"]
         sentence = refusal("--model-path", model, flag.option, *value)
         assert flag.option in sentence and "--kv-quant oscar" in sentence
+
+
+@pytest.mark.parametrize("flag", ["--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"])
+def test_backend_without_its_cache_is_refused(model, flag):
+    """Before the weights are read, and with the right reason."""
+    assert f"{flag} oscar reads the 2-bit KV cache only" in refusal("--model-path", model, flag, "oscar")
+
+
+def test_backend_that_sglang_chose_late_is_refused(model, monkeypatch):
+    """As for HRM-Text, whose attention backend is forced after ours was declared."""
+    from sglang.srt.arg_groups import overrides
+
+    view = types.SimpleNamespace(kv_quant="oscar", model_path=model, prefill_attention_backend=None)
+    view.attention_backend, view.decode_attention_backend = "oscar", None
+    monkeypatch.setattr(overrides, "resolving_view", lambda _: view)
+    declare.check_backends(None)
+    view.attention_backend = "triton"
+    with pytest.raises(OscarRefusal, match="sglang sets --attention-backend triton for it"):
+        declare.check_backends(None)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"), [("ISA", "avx1024", "OSCAR_CPU_ISA must be one of"), ("LIBRARY", "/nowhere.so", "None")]
+)
+def test_library_knows_bad_settings_when_it_is_loaded(variable, value, told):
+    """In a process of its own, since the library reads its environment once."""
+    script = "from oscar_kernel.cpu.library import library\ntry: print(library())\nexcept RuntimeError as error: print(error)"
+    environment = os.environ | {f"OSCAR_CPU_{variable}": value}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert told in run.stdout, run.stderr
+
+
+def test_settings_of_the_library_end_the_start(model, monkeypatch):
+    from oscar_kernel.cpu import library
+
+    def fails():
+        raise RuntimeError("oscar_kernel: OSCAR_CPU_ISA=amx, but this machine lacks that level")
+
+    monkeypatch.setattr(library, "library", fails)
+    start = ("--model-path", model, "--kv-quant", "oscar")
+    assert "oscar: OSCAR_CPU_ISA=amx, but this machine lacks that level; change or unset it" == refusal(*start)
+    monkeypatch.setattr(library, "library", lambda: None)
+    assert "--oscar-kernels cpu needs the C++ library" in refusal(*start, "--oscar-kernels", "cpu")
+    monkeypatch.setitem(os.environ, "OSCAR_CPU_LIBRARY", "/nowhere.so")
+    assert "is no library that can be loaded" in refusal(*start)
+
+
+def test_more_ranks_than_heads_on_a_cpu(tmp_path):
+    folder = config_folder(tmp_path, qwen3_config(num_key_value_heads=1), "Qwen3ForCausalLM")
+    sentence = refusal("--model-path", folder, "--kv-quant", "oscar", "--tp-size", "2")
+    assert "cannot give the 1 KV heads" in sentence and "--tp-size 1" in sentence
+
+
+def test_artifact_that_is_replaced_during_the_start_is_not_served(model, tmp_path):
+    from sglang.srt.oscar.runtime import get_runtime
+
+    path = saved_artifact(tmp_path / "a.kvq", ModelIdentity.from_path(model))
+    server_args = resolved("--model-path", model, "--kv-quant", "oscar", "--oscar-artifact", str(path))
+    before = path.read_bytes()
+    saved_artifact(path, ModelIdentity.from_path(model), scale=2.0)
+    with pytest.raises(OscarError, match="a.kvq was replaced while the server started"):
+        get_runtime(server_args)
+    path.write_bytes(before)
+    assert get_runtime(server_args) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "page_size"),
+    [((), 64), (("--chunked-prefill-size", "96"), 32), (("--chunked-prefill-size", "-1"), 64), (("--page-size", "24"), 24)],
+)
+def test_pages_hold_whole_rows_of_the_windows(model, found_artifact, given, page_size):
+    """By default the largest usual page of which a chunk of a prefill is made."""
+    chunk = () if "--chunked-prefill-size" in given else ("--chunked-prefill-size", "-1")
+    server_args = resolved("--model-path", model, "--kv-quant", "oscar", *given, *chunk)
+    assert resolution_result(server_args, "page_size") == page_size
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [("--page-size", "1", "a multiple of 8, got 1"), ("--chunked-prefill-size", "100", "of 8, better of 64")],
+)
+def test_pages_that_hold_no_row_are_refused(model, found_artifact, flag, value, told):
+    assert told in refusal("--model-path", model, "--kv-quant", "oscar", flag, value)
 
 
 @pytest.mark.parametrize("flag", ["--oscar-sink-tokens", "--oscar-recent-tokens"])
@@ -420,6 +509,73 @@ def test_calibration_that_works_is_used(model, monkeypatch, found_artifact, tmp_
     assert settings_of(resolved("--model-path", model, "--kv-quant", "oscar")).artifact_path == str(output)
 
 
+def start_options(**changes):
+    """The options of a start on a card that `calibrate_command` looks at."""
+    plain = {"oscar_calibrate_text": None, "json_model_override_args": "{}", "trust_remote_code": False, "device": "cuda"}
+    plain |= {"base_gpu_id": 0, "gpu_id_step": 1, "tp_size": 1, "quantization": None, "mem_fraction_static": None}
+    return types.SimpleNamespace(**plain | changes)
+
+
+def test_calibration_runs_where_the_server_will(tmp_path, monkeypatch):
+    """--base-gpu-id, --gpu-id-step, --tp-size, --quantization, --trust-remote-code, --device."""
+    folder = config_folder(tmp_path, qwen3_config(), "Qwen3ForCausalLM")
+    (tmp_path / "model.safetensors").write_bytes(bytes(900))
+    monkeypatch.setattr(find_artifact, "card_bytes", lambda index: 1000 if index == 3 else 2000)
+
+    def words(**changes):
+        command = find_artifact.calibrate_command(folder, tmp_path / "a.kvq", start_options(**changes))
+        return command[command.index("--output") + 2 :]
+
+    assert words(base_gpu_id=3) == ["--device", "cuda:3"]
+    assert words(device="cpu", tp_size=2) == ["--device", "cpu"]
+    assert words(tp_size=2) == ["--device", "cuda:0"]
+    assert words(trust_remote_code=True) == ["--trust-remote-code", "--device", "cuda:0"]
+    # Two cards for what one does not hold, and quantized weights.
+    inside = words(base_gpu_id=3, tp_size=2, gpu_id_step=2)
+    assert inside[:4] == ["--backend", "sglang", "--tp", "2"]
+    assert json.loads(inside[5]) == {"base_gpu_id": 3, "gpu_id_step": 2, "device": "cuda"}
+    assert json.loads(words(quantization="fp8", mem_fraction_static=0.8)[5])["quantization"] == "fp8"
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert words()[:2] == ["--backend", "sglang"]
+
+
+def test_a_model_of_the_hub_is_found_where_the_server_keeps_it(monkeypatch):
+    """--download-dir and --revision; copies of the weights that SGLang does not read are left there."""
+    import huggingface_hub
+
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **more: asked.update(more) or "/folder")
+    assert find_artifact.local_model("owner/name", "main", "/models") == "/folder"
+    assert asked["cache_dir"] == "/models" and asked["revision"] == "main"
+    assert asked["ignore_patterns"] == ["original/*", "consolidated*"]
+    assert platform.weight_bytes("owner/name", "main", "/models") == 0
+    assert asked["local_files_only"] and asked["cache_dir"] == "/models"
+
+
+def test_of_two_starts_one_calibrates(tmp_path, caplog):
+    output, runs = tmp_path / "a.kvq", tmp_path / "runs"
+    script = (
+        "import sys, time; open(sys.argv[2], 'a').write('x'); time.sleep(0.5); open(sys.argv[1], 'w').write('x');"
+        "assert sys.flags.safe_path, 'a folder oscar in the working directory would be taken for the package'"
+    )
+    command = [sys.executable, "-c", script, str(output), str(runs)]
+    with caplog.at_level("INFO"), concurrent.futures.ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(find_artifact.calibrate, "m", output, command) for _ in range(3)]:
+            done.result(60)
+    assert runs.read_text() == "x"
+    assert f"another server calibrates m; waiting until it has written {output}" in caplog.text
+
+
+def test_a_start_that_waited_in_vain_calibrates_itself(tmp_path):
+    """The lock of a process that was killed is free again."""
+    output = tmp_path / "a.kvq"
+    lock = f"import fcntl, os; f = open('{output}.lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", lock]).returncode == -9
+    find_artifact.calibrate("m", output, [sys.executable, "-c", "import sys; open(sys.argv[1], 'w')", str(output)])
+    assert output.is_file()
+
+
 def test_no_room_for_the_cache_file(model, monkeypatch, tmp_path):
     monkeypatch.setattr(find_artifact.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
     sentence = refusal("--model-path", model, "--kv-quant", "oscar")
@@ -564,6 +720,7 @@ def expected(path, **changes):
             "codec": "int2",
             "debug_checks": False,
             "allow_native_layers": False,
+            "artifact_digest": file_digest(path),
             **changes,
         }
     )

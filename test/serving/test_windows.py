@@ -1,6 +1,7 @@
 """Windows under everything that SGLang does to a request: a state machine drives the real classes against a plain model."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,6 +158,15 @@ def test_windows_of_any_size(sink, recent):
     for sequence in sequences:
         engine.finish(sequence, keep=True)
     assert engine.account() == PAGES * PAGE
+
+
+def test_a_session_that_closes_gives_its_pages_back():
+    """SGLang frees the row of its own record then, which is no request and has no tokens."""
+    engine = Engine()
+    sequence = Sequence([1] * 40)
+    engine.extend([(s, p, 40) for s, p in engine.start([sequence], [False])])
+    engine.rows.free(SimpleNamespace(kv=SimpleNamespace(req_pool_idx=sequence.row, holds_kv=True)))
+    assert engine.pages.held_slots == engine.pages.retained_slots == 0
 
 
 def test_moved_slots_take_their_rows_along():

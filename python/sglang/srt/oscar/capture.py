@@ -15,6 +15,7 @@ the number of tokens counted with the number sent, rank by rank and layer by lay
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -89,8 +90,7 @@ class Capture:
             sums = self.sums_of(i)
             if isinstance(sums, MomentSums):
                 sums.add(q, k, v, output)
-                if not any(forward_batch.extend_prefix_lens_cpu):  # of a chunked prompt, the first part: later ones lack keys
-                    sums.attend(q, k, v, output, **self.whole_sequence(module, q, k, v, output).how)
+                sums.attend(q, k, v, output, **self.whole_sequence(module, q, k, v, output).how)
             elif isinstance(sums, SurrogateSums):
                 sums.add(k, v)
             elif sums is not None:
@@ -171,6 +171,29 @@ def factory(config: dict) -> Capture:
     return Capture(Path(config["folder"]))
 
 
+def write(folder: Path, settings: dict, openings: list[list[int]], num_parts: int, length: int) -> int:
+    """Let the model write `num_parts` texts of `length` tokens from these openings. Returns the exit code."""
+    import sglang
+
+    engine = sglang.Engine(**{"skip_tokenizer_init": True, "log_level": "error"} | settings)
+    following = itertools.cycle(openings)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    try:
+        while short := [part for part in parts if len(part) < length]:
+            for part in short:
+                part += next(following)
+            asked = [part for part in short if len(part) < length]
+            sampling = [{"temperature": 1.0, "max_new_tokens": length - len(part)} for part in asked]
+            answers = engine.generate(input_ids=[list(part) for part in asked], sampling_params=sampling) if asked else []
+            for part, answer in zip(asked, answers, strict=True):
+                part += answer["output_ids"]
+            (folder / "served").write_text(str(sum(min(length, len(part)) for part in parts)))
+    finally:
+        engine.shutdown()
+    save_file({"text": torch.tensor([part[:length] for part in parts])}, folder / "text.safetensors")
+    return 0
+
+
 def main(folder: Path) -> int:
     """Serve the request of this folder. Returns the exit code."""
     import sglang
@@ -178,8 +201,12 @@ def main(folder: Path) -> int:
     with safe_open(folder / "request.safetensors", "pt") as file:
         settings, sources = (json.loads(file.metadata()[name]) for name in ("engine", "sources"))
         sequences = [file.get_tensor(f"sequence.{j}").tolist() for j in range(len(sources))]
-    if (folder / "artifact.safetensors").exists():
-        settings["chunked_prefill_size"] = -1  # errors are measured on whole sequences
+        about = file.metadata()
+    if about["task"] == "write":
+        return write(folder, settings, sequences, int(about["parts"]), int(about["length"]))
+    # Errors are measured on whole sequences, and so are moments weighted by attention: a call with a later part lacks the keys
+    # before it, and those of first parts alone would be of too few positions.
+    settings["chunked_prefill_size"] = -1
     hooks = [hook | {"config": {"folder": str(folder)}} for hook in HOOKS]
     engine = sglang.Engine(
         **{"skip_tokenizer_init": True, "log_level": "error"} | settings,

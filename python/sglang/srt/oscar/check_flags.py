@@ -53,7 +53,11 @@ def check_flags(server_args: Any) -> None:
 
 
 def _check_unused(server_args: Any) -> None:
-    """Refuse an option of ours that was given without --kv-quant oscar: it would have no effect."""
+    """Refuse an option of ours that was given without --kv-quant oscar: it would have no effect, and the backend no pool."""
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        if getattr(server_args, name) == "oscar":
+            option = support.flag_of(name)
+            raise refuse(f"oscar: {option} oscar reads the 2-bit KV cache only; add --kv-quant oscar, or drop {option}")
     for flag in FLAGS[1:]:
         if getattr(server_args, flag.name) != flag.default:
             raise refuse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from sglang.srt.oscar.cpu import platform
@@ -37,6 +38,11 @@ def check_model(server_args: Any) -> None:
             f"oscar: --kv-quant oscar needs a --tp-size that divides the {heads} KV heads of {cfg.model_path} or is a multiple "
             f"of them, got --tp-size {ranks}; change --tp-size, or serve with --kv-quant none"
         )
+    if cfg.device == "cpu" and ranks > heads:
+        raise refuse(
+            f"oscar: on a CPU sglang cannot give the {heads} KV heads of {cfg.model_path} to more ranks than heads, got "
+            f"--tp-size {ranks}; give at most --tp-size {heads}"
+        )
     for name in ("oscar_sink_tokens", "oscar_recent_tokens"):
         value = getattr(server_args, name)
         if value is not None and value > model_config.context_len:
@@ -65,11 +71,36 @@ def _check_machine(device: str, kernels: str | None) -> None:
         sentence = support.architecture_refusal(f"sm_{major}{minor}", torch.cuda.get_device_name())
         if sentence is not None:
             raise refuse(sentence)
+    if kind == "cpu" and kernels in (None, "auto", "cpu"):
+        _check_library(kernels)
     if kind == "cpu" and not platform.is_current():
         raise refuse(
             "oscar: --kv-quant oscar runs on the CPU only on its own platform, and another one was chosen when sglang was "
             "imported; unset SGLANG_USE_CPU_ENGINE, or give --device cpu on the command line (from Python, hide the GPUs "
             'with CUDA_VISIBLE_DEVICES="")'
+        )
+
+
+def _check_library(kernels: str | None) -> None:
+    """Refuse settings of the C++ library that its first call in a worker would stumble over: OSCAR_CPU_ISA, OSCAR_CPU_LIBRARY.
+
+    Args:
+        kernels: --oscar-kernels as it was given.
+    """
+    from oscar_kernel.cpu.library import LIBRARY, library
+
+    try:
+        found = library() is not None
+    except (RuntimeError, AttributeError) as error:
+        raise refuse(f"oscar: {str(error).removeprefix('oscar_kernel: ')}; change or unset it") from None
+    if found:
+        return
+    if os.environ.get("OSCAR_CPU_LIBRARY"):
+        raise refuse(f"oscar: OSCAR_CPU_LIBRARY={LIBRARY} is no library that can be loaded (why is above); change or unset it")
+    if kernels == "cpu":
+        raise refuse(
+            f"oscar: --oscar-kernels cpu needs the C++ library {LIBRARY.name}, which cannot be loaded (why is above); install "
+            "oscar-kv again, or drop --oscar-kernels (PyTorch steps in, slowly)"
         )
 
 

@@ -15,6 +15,7 @@ from sglang.srt.oscar.refusal import refuse
 
 from oscar import support
 from oscar.config import DEFAULT_RECENT_TOKENS, DEFAULT_SINK_TOKENS
+from oscar.format.sealed_file import file_digest
 from oscar.format.sizing import PAGE_SIZE, SLOTS_PER_ROW
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def declare_settings(server_args: Any) -> None:
         cuda_graph_config=_graphs(cfg, codec, kernels),
         page_size=page_size,
         oscar_artifact=str(path),
+        oscar_artifact_digest=file_digest(path),
         oscar_sink_tokens=sinks,
         oscar_recent_tokens=recent,
         oscar_calibrate=cfg.oscar_calibrate or "auto",
@@ -96,6 +98,26 @@ def declare_eager_prefill(server_args: Any) -> None:
             "prefill depends on every length; leave them out, or " + support.OFF
         )
     declare_resolution(server_args, SOURCE, disable_prefill_cuda_graph=True)
+
+
+def check_backends(server_args: Any) -> None:
+    """Refuse a model for which SGLang chose another attention backend after ours was declared.
+
+    Args:
+        server_args: SGLang's `ServerArgs`, all but resolved; nothing happens with --kv-quant none.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    cfg = resolving_view(server_args)
+    if cfg.kv_quant != "oscar":
+        return
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        value = getattr(cfg, name)
+        if value != "oscar" and (value is not None or name == "attention_backend"):
+            raise refuse(
+                f"oscar: --kv-quant oscar cannot serve {cfg.model_path}: sglang sets {support.flag_of(name)} {value} for it, "
+                "and only the oscar backend reads the 2-bit KV cache; " + support.OFF
+            )
 
 
 def _check_plugin() -> None:

@@ -81,7 +81,7 @@ def with_flags(base: type) -> type:
     fields = []
     for flag in FLAGS:
         annotation = flag.type if flag.default is not None else flag.type | None
-        argument = Arg(help=flag.help, choices=list(flag.choices) or None, resolvable=True)
+        argument = Arg(help=flag.help, choices=list(flag.choices) or None, resolvable=True, no_cli=flag.hidden)
         fields.append((flag.name, A[annotation, argument], flag.default))
     return msgspec.defstruct(base.__name__, fields, bases=(base,), namespace={"_NS_PATH": base._NS_PATH, "_OSCAR": True})
 
@@ -105,6 +105,13 @@ def _model_known(server_args, previous) -> None:
     previous(server_args)
     check_model(server_args)
     declare_eager_prefill(server_args)
+
+
+def _resolved(server_args, previous) -> None:
+    from sglang.srt.oscar.declare import check_backends
+
+    previous(server_args)
+    check_backends(server_args)
 
 
 def _cpu_backends(server_args, previous) -> None:
@@ -131,6 +138,8 @@ RESOLUTION_STEPS = {
     "handle_expert_pack": _model_known,
     "handle_cpu_backends": _cpu_backends,
     "handle_attention_backend_compatibility": _attention_backend,
+    # Behind every step that looks at a model again.
+    "handle_model_capability_adjustments": _resolved,
 }
 """In the order in which SGLang runs them."""
 

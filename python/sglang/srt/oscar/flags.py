@@ -21,6 +21,7 @@ class Flag:
         default: None means "not given", so that an option without --kv-quant oscar can be refused.
         help: what `--help` says.
         choices: values that are allowed; empty: any.
+        hidden: no user gives it; it only carries what was resolved to the workers.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Flag:
     default: Any
     help: str
     choices: tuple[str, ...] = ()
+    hidden: bool = False
 
     @property
     def option(self) -> str:
@@ -108,6 +110,7 @@ FLAGS = (
         False,
         "For debugging: re-encode every 16-bit row that is read and stop on a mismatch with its 2-bit row. Slow.",
     ),
+    Flag("oscar_artifact_digest", str, None, "SHA-256 of the artifact that was checked before the port opened.", hidden=True),
 )
 OPTIONS = {flag.name: flag.option for flag in FLAGS}
 """Field of `ServerArgs` -> how a user writes it."""
@@ -125,6 +128,7 @@ class OscarSettings:
         debug_checks: compare every 16-bit row that is read with its 2-bit row.
         allow_native_layers: layers that the artifact lacks stay in 16 bits.
         kernels: implementation of the operations of `oscar_kernel`: "auto", "cpu", "triton" or "reference".
+        artifact_digest: SHA-256 of the file as the launcher checked it; None: it is not compared.
     """
 
     artifact_path: str
@@ -134,6 +138,7 @@ class OscarSettings:
     debug_checks: bool
     allow_native_layers: bool
     kernels: str = "auto"
+    artifact_digest: str | None = None
 
 
 def settings_of(server_args: Any) -> OscarSettings | None:
@@ -154,4 +159,5 @@ def settings_of(server_args: Any) -> OscarSettings | None:
         debug_checks=resolution_result(server_args, "oscar_debug_checks"),
         allow_native_layers=resolution_result(server_args, "oscar_allow_native_layers"),
         kernels=resolution_result(server_args, "oscar_kernels"),
+        artifact_digest=resolution_result(server_args, "oscar_artifact_digest"),
     )

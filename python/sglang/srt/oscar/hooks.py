@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.oscar.pool import OscarTokenToKVPool, describe, pool_class
@@ -48,7 +49,9 @@ def _release_with_rows(rows, pages: WindowPages, sink_tokens: int) -> None:
     free, free_rows = rows.free, rows.free_rows
 
     def free_with_pages(req):
-        if req.kv.holds_kv:
+        if not isinstance(req, Req):  # a session that closes: its tokens are not in the prefix cache
+            pages.release(req.kv.req_pool_idx)
+        elif req.kv.holds_kv:
             num_tokens = 0 if req.skip_radix_cache_insert else req.kv.kv_committed_len
             first = (*req.origin_input_ids[:sink_tokens], *req.output_ids[: max(0, sink_tokens - len(req.origin_input_ids))])
             prefix = (req.extra_key, req.cache_salt, *first[:num_tokens])

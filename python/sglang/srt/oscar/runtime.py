@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.oscar.flags import OscarSettings, settings_of
 
+from oscar.errors import OscarError
 from oscar.format import sizing
 from oscar.format.artifact import Artifact, load
 from oscar.format.codec import LosslessFormat
+from oscar.format.sealed_file import file_digest
 from oscar.format.sizing import Format
 from oscar_kernel import LayerCodec
 
@@ -85,4 +87,8 @@ def get_runtime(server_args) -> Runtime | None:
 
 @functools.lru_cache(maxsize=1)
 def _load(settings: OscarSettings) -> Runtime:
+    if settings.artifact_digest not in (None, file_digest(settings.artifact_path)):
+        raise OscarError(
+            f"oscar: {settings.artifact_path} was replaced while the server started; start it again, and it takes the new file"
+        )
     return Runtime(settings, load(settings.artifact_path, native_layers=settings.allow_native_layers))

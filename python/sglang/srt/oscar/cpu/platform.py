@@ -82,7 +82,7 @@ def memory_fraction(server_args: Any) -> float | None:
     import psutil
     from sglang.srt.utils.common import get_free_cpu_memory
 
-    weights = weight_bytes(server_args.model_path)
+    weights = weight_bytes(server_args.model_path, server_args.revision, server_args.download_dir)
     if not weights:
         return None
     if server_args.dtype in ("float", "float32"):
@@ -106,9 +106,16 @@ def memory_fraction(server_args: Any) -> float | None:
     return fraction
 
 
-def weight_bytes(model_path: str) -> int:
-    """Size of the weight files in a model folder; 0 where it is not a folder."""
+def weight_bytes(model_path: str, revision: str | None = None, download_dir: str | None = None) -> int:
+    """Size of the weight files in a model folder, or of a model of the Hub that was downloaded before; 0 where neither is."""
     folder = Path(model_path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(model_path, revision=revision, cache_dir=download_dir, local_files_only=True))
+        except Exception:  # not there, or no name of a model: whatever the library raises, SGLang says it better
+            return 0
     for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf"):
         sizes = [file.stat().st_size for file in folder.glob(pattern)]
         if sizes:
