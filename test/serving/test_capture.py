@@ -1,5 +1,6 @@
 """Statistics and errors taken inside SGLang equal those taken through Transformers, on one rank and on two."""
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -82,6 +83,28 @@ def test_text_that_the_model_writes_in_the_engine(tmp_path, monkeypatch):
         text = file.get_tensor("text").tolist()
     assert text == [[1, 7, 8] * 4, [2, 3, 7, 8] * 3]
     assert (tmp_path / "served").read_text() == "24"
+
+
+@pytest.mark.parametrize("task", ["statistics", "surrogate"])
+def test_no_pass_cuts_a_prompt_into_chunks(task, tmp_path, monkeypatch):
+    """Moments weighted by attention from first chunks alone would know the first positions only."""
+    import sglang
+    from safetensors.torch import save_file
+    from sglang.srt.oscar import capture as inside
+
+    class Started(Exception):
+        pass
+
+    def engine(**settings):
+        raise Started(settings["chunked_prefill_size"], settings["tp_size"])
+
+    monkeypatch.setattr(sglang, "Engine", engine)
+    asked = json.dumps({"chunked_prefill_size": 128, "tp_size": 2})
+    about = {"engine": asked, "sources": json.dumps(["a"]), "task": task}
+    save_file({"sequence.0": torch.arange(300)}, tmp_path / "request.safetensors", about)
+    with pytest.raises(Started) as started:
+        inside.main(tmp_path)
+    assert started.value.args == (-1, 2)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
