@@ -39,6 +39,8 @@ QUESTIONS = (
 )
 ANSWER_TOKENS = 48
 NEEDLE_TOKENS = 1000
+PATIENCE = 1800
+"""Seconds for the start of a server: a busy machine imports SGLang twenty times as slowly as an idle one."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def main() -> int:
     artifact, (sinks, recent) = OUT / "oscar.kvq", WINDOWS
     with ExitStack() as servers, concurrent.futures.ThreadPoolExecutor() as pool:
         # A server's start is mostly imports, on one core; the other one calibrates meanwhile.
-        stock = LocalServer(model, "--kv-quant", "none", log=OUT / "stock.log")
+        stock = LocalServer(model, "--kv-quant", "none", log=OUT / "stock.log", timeout=PATIENCE)
         started = pool.submit(servers.enter_context, stock)
 
         step("2. Calibrate")
@@ -170,7 +172,7 @@ def main() -> int:
             f"$ python -m sglang.launch_server --model-path {model} {' '.join(flags)}", highlight=False, soft_wrap=True
         )
         started.result()
-        quantised = servers.enter_context(LocalServer(model, *flags, log=OUT / "oscar.log"))
+        quantised = servers.enter_context(LocalServer(model, *flags, log=OUT / "oscar.log", timeout=PATIENCE))
         answers = list(pool.map(lambda server: ask(server, asked), (stock, quantised)))
         cache = quantised.info()["internal_states"][0]["oscar"]
     console.print(answers_table(asked, *answers))

@@ -32,7 +32,8 @@ VALUES = Shape(exponent=0.25, floor=0.1)
 """Values: W_O looks at all directions, so there is little to shape, and no other pair was better by more than noise."""
 
 PLAIN = 0.1
-"""Share of the plain moments in those weighted by attention, which few tokens decide."""
+"""Share of the plain moments in those weighted by attention, which few tokens decide. A larger share is no help at positions
+beyond those that were calibrated: plain moments alone fail there as well (docs/LOG.md)."""
 
 
 @method("oscar-shaped", "balanced maps and shaped rounding")

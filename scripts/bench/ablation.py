@@ -252,8 +252,9 @@ def main() -> None:
     given, results = setups.calibration_text(arguments.model, arguments.tokens, arguments.calibration_text), {}
     for variant in arguments.variants:
         results[variant] = measure(variant, given, arguments)
-        print(table(f"{variant}: the paper's factors", PAPER, results[variant]))
-        print(table(f"{variant}: ours, one change at a time", OURS, results[variant]), flush=True)
+        for name, rows in (("the paper's factors", PAPER), ("ours, one change at a time", OURS)):
+            if rows.keys() & results[variant].keys():
+                print(table(f"{variant}: {name}", rows, results[variant]), flush=True)
     if arguments.json:
         setups.write_json(arguments.json, results)
 

@@ -1,5 +1,6 @@
 """Statistics and errors taken inside SGLang equal those taken through Transformers, on one rank and on two."""
 
+import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from oscar.format.identity import ModelIdentity
 from oscar.format.side import LayerTransforms, Side
 from oscar.methods.statistics import MomentSums, SurrogateSums, output_moment
 
-LENGTHS = (300, 1, 77)  # the first in three chunks
+LENGTHS = (300, 1, 77)  # the first would be three of the chunks that are asked for below
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,28 @@ def test_text_that_the_model_writes_in_the_engine(tmp_path, monkeypatch):
     assert (tmp_path / "served").read_text() == "24"
 
 
+@pytest.mark.parametrize("task", ["statistics", "surrogate"])
+def test_no_pass_cuts_a_prompt_into_chunks(task, tmp_path, monkeypatch):
+    """Moments weighted by attention from first chunks alone would know the first positions only."""
+    import sglang
+    from safetensors.torch import save_file
+    from sglang.srt.oscar import capture as inside
+
+    class Started(Exception):
+        pass
+
+    def engine(**settings):
+        raise Started(settings["chunked_prefill_size"], settings["tp_size"])
+
+    monkeypatch.setattr(sglang, "Engine", engine)
+    asked = json.dumps({"chunked_prefill_size": 128, "tp_size": 2})
+    about = {"engine": asked, "sources": json.dumps(["a"]), "task": task}
+    save_file({"sequence.0": torch.arange(300)}, tmp_path / "request.safetensors", about)
+    with pytest.raises(Started) as started:
+        inside.main(tmp_path)
+    assert started.value.args == (-1, 2)
+
+
 @pytest.fixture
 def forked(monkeypatch):
     """Workers are forked, in a process that `forking` runs."""
@@ -103,7 +126,12 @@ def test_statistics_equal_the_other_capture(tp_size, model, sequences, request):
     made, folder, identity = model
     found = capture(identity, Engine(folder, tp_size, "float32", {"chunked_prefill_size": 128}), sequences)
     expected = {i: MomentSums(i) for i in range(2)}
-    with capturing(made, lambda c: expected[c.layer_id].add(*c.tokens())) as run:
+
+    def add(c):
+        expected[c.layer_id].add(*c.tokens())
+        expected[c.layer_id].attend(*c.tokens(0), **c.how)
+
+    with capturing(made, add) as run:
         for s in sequences:
             run(s.tokens.unsqueeze(0))
     for i in range(2):
@@ -115,6 +143,9 @@ def test_statistics_equal_the_other_capture(tp_size, model, sequences, request):
         for name in ("q_moment", "k_moment", "k_mean", "v_moment", "v_mean", "v_score_moment"):
             x, y = getattr(a, name), getattr(b, name)
             assert (x - y).norm() < 1e-5 * y.norm(), (i, name)
+        for name in ("q_moment", "k_moment", "k_mean", "v_moment", "output_moment"):
+            x, y = getattr(a, f"attended_{name}"), getattr(b, f"attended_{name}")
+            assert (x - y).norm() < 1e-4 * y.norm(), (i, f"attended_{name}")
 
 
 @pytest.fixture(scope="module")

@@ -90,8 +90,7 @@ class Capture:
             sums = self.sums_of(i)
             if isinstance(sums, MomentSums):
                 sums.add(q, k, v, output)
-                if not any(forward_batch.extend_prefix_lens_cpu):  # of a chunked prompt, the first part: later ones lack keys
-                    sums.attend(q, k, v, output, **self.whole_sequence(module, q, k, v, output).how)
+                sums.attend(q, k, v, output, **self.whole_sequence(module, q, k, v, output).how)
             elif isinstance(sums, SurrogateSums):
                 sums.add(k, v)
             elif sums is not None:
@@ -205,8 +204,9 @@ def main(folder: Path) -> int:
         about = file.metadata()
     if about["task"] == "write":
         return write(folder, settings, sequences, int(about["parts"]), int(about["length"]))
-    if (folder / "artifact.safetensors").exists():
-        settings["chunked_prefill_size"] = -1  # errors are measured on whole sequences
+    # Errors are measured on whole sequences, and so are moments weighted by attention: a call with a later part lacks the keys
+    # before it, and those of first parts alone would be of too few positions.
+    settings["chunked_prefill_size"] = -1
     hooks = [hook | {"config": {"folder": str(folder)}} for hook in HOOKS]
     engine = sglang.Engine(
         **{"skip_tokenizer_init": True, "log_level": "error"} | settings,
