@@ -274,7 +274,7 @@ def test_a_step_that_skips_a_layer_is_not_passed_over(left_out):
 
 @pytest.mark.skipif(INTERPRETED, reason="starts servers of its own")
 def test_a_server_on_the_kernels_answers_like_one_on_the_reference(make_model, make_tokenizer, tmp_path):
-    """Two starts with a shaped artifact: prefill, chunks, prefix hits and decode, tokens equal and log-probabilities close."""
+    """Two starts with a shaped artifact: prefill, chunks, prefix hits and decode, log-probabilities close."""
     from forking import forking
 
     from oscar.calibration.calibrate import CalibrationOptions, calibrate
@@ -302,14 +302,21 @@ def test_a_server_on_the_kernels_answers_like_one_on_the_reference(make_model, m
         env = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
         with forking(LocalServer(model, *flags, "--oscar-kernels", kernels, env=env)) as server:
             body = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-            replies = [server.post("/generate", input_ids=ids, sampling_params=body, return_logprob=True) for ids in prompts]
-            assert replies[1]["meta_info"]["cached_tokens"] > 0
-            answers[kernels] = [reply["meta_info"]["output_token_logprobs"] for reply in replies]
+            asked = {"sampling_params": body, "return_logprob": True, "top_logprobs_num": 2}
+            answers[kernels] = [server.post("/generate", input_ids=ids, **asked)["meta_info"] for ids in prompts]
+            assert answers[kernels][1]["cached_tokens"] > 0
             log = server.log.read_text()
         assert ("found equal to the reference at start" in log) == (kernels == "triton")
+    compared = 0
     for mine, theirs in zip(answers["triton"], answers["reference"], strict=True):
-        assert [token for _, token, _ in mine] == [token for _, token, _ in theirs], answers
-        assert max(abs(a[0] - b[0]) for a, b in zip(mine, theirs, strict=True)) < 0.03, answers
+        steps = zip(mine["output_token_logprobs"], theirs["output_token_logprobs"], theirs["output_top_logprobs"], strict=True)
+        for (logprob, token, _), (_, other, _), best in steps:
+            expected = {candidate: value for value, candidate, _ in best}
+            assert token in expected and abs(logprob - expected[token]) < 0.03, answers
+            compared += 1
+            if token != other:
+                break  # the two most probable tokens nearly tie, and the answers go apart from here
+    assert compared >= 8, answers
 
 
 @interpreted
