@@ -18,8 +18,9 @@ def shown(table) -> str:
 
 
 def test_answers_stand_side_by_side(tmp_path):
-    asked = quickstart.questions(tmp_path, None)
-    assert [question.shown for question in asked] == list(quickstart.QUESTIONS)
+    asked = quickstart.questions(tmp_path, AutoTokenizer.from_pretrained(embedded_model()))
+    assert [question.shown for question in asked[:-1]] == list(quickstart.QUESTIONS)
+    assert "tokens of Python's help" in asked[-1].shown and len(asked[-1].messages[0]["content"]) > quickstart.TOPIC_LETTERS
     text = shown(quickstart.answers_table(asked[:1], ["Paris [1]."], ["Lyon."]))
     assert "16 bits, stock SGLang" in text
     assert any("capital of France" in line and "Paris [1]." in line and "Lyon." in line for line in text.splitlines())
