@@ -126,7 +126,7 @@ def test_inspect(made, capsys):
     assert run("inspect", file, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["fingerprint"] == artifacts.ModelIdentity.from_path(folder).fingerprint
-    assert found["bytes_per_token"] == 2 * 2 * 2 * (32 // 4 + 4) + 4
+    assert found["bytes_per_token"] == 2 * 2 * 2 * (32 // 4 + 4) + 5
     assert found["clip"] == {"k": config.DEFAULT_K_CLIP, "v": config.DEFAULT_V_CLIP}
     assert found["file_bytes"] == file.stat().st_size
 
@@ -159,9 +159,9 @@ def test_plan(tiny_models, capsys):
     assert run(*arguments, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["bytes_per_token_16_bit"] == 2 * 2 * 2 * 128 * 2
-    assert found["bytes_per_token"] == 2 * 2 * 2 * 36 + 4 and found["bits_per_element"] == 2.25
+    assert found["bytes_per_token"] == 2 * 2 * 2 * 36 + 5 and found["bits_per_element"] == 2.25
     row = found["contexts"][0]
-    assert row["bytes"] == 100000 * 292 + 384 * 2056 and row["requests"] == 2**30 // row["bytes"]
+    assert row["bytes"] == (100032 + 2560) * 293 and row["requests"] == 2**30 // row["bytes"]
     assert run(*arguments) == 0
     assert "7.01 times fewer" in capsys.readouterr().out
 
@@ -182,7 +182,7 @@ def test_layers_in_16_bits(tiny_models, tmp_path, capsys):
     file, model = tmp_path / "a", tiny_models(head_dim=128)
     assert run("plan", "--model", model, "--skip-layers", "1", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["bytes_per_token"] == 2 * 2 * 36 + 2 * 2 * 256 + 4 and found["bits_per_element"] == (2.25 + 16) / 2
+    assert found["bytes_per_token"] == 2 * 2 * 36 + 2 * 2 * 256 + 5 and found["bits_per_element"] == (2.25 + 16) / 2
     assert run(*calibrate_with(model, file, "--skip-layers", "1")) == 0
     assert "no transforms of layers 1; they stay in 16 bits" in capsys.readouterr().out
     assert run("inspect", file, "--json") == 0

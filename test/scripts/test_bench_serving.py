@@ -27,9 +27,9 @@ def test_the_largest_batch_fits_its_budget_and_one_more_does_not(per_token, per_
     configuration = script("serving", monkeypatch).Configuration("x", [], per_token, per_request)
     budget, tokens = 600 << 20, 16416
     batch = configuration.largest_batch(budget, tokens)
-    assert configuration.tokens(budget, batch) >= batch * tokens
-    assert configuration.tokens(budget, batch + 1) < (batch + 1) * (tokens + 64)
-    assert (batch + 1) * per_request + configuration.tokens(budget, batch) * per_token <= budget
+    own = per_request // per_token
+    assert budget // per_token >= configuration.tokens(budget) >= batch * (tokens + own)
+    assert configuration.tokens(budget) < (batch + 1) * (tokens + 64 + own + 1)
 
 
 def test_a_request_of_vllm_has_room_for_its_last_block_and_vllm_for_its_own(monkeypatch):
