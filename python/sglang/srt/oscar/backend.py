@@ -14,6 +14,7 @@ from sglang.srt.oscar.model_layers import ModelLayer, find_layers
 from sglang.srt.oscar.path_host import AttentionPath, HostPath
 from sglang.srt.oscar.pool import OscarTokenToKVPool, describe, start_line
 from sglang.srt.oscar.runtime import get_runtime
+from sglang.srt.oscar.windows import on_device
 from sglang.srt.runtime_context import get_parallel, get_serving
 from torch import Tensor
 
@@ -149,7 +150,7 @@ class OscarAttnBackend(AttentionBackend):
 
         # One copy to the device, and repeats whose size the host knows: nothing waits.
         starts = [p - q for p, q in zip(prefix_lens, qo_indptr, strict=False)]
-        lens, start, seq_len = torch.tensor([new_lens, starts, seq_lens], device=device)
+        lens, start, seq_len = on_device([new_lens, starts, seq_lens], device)
 
         def each(x: Tensor) -> Tensor:
             return x.repeat_interleave(lens, output_size=num_tokens)
@@ -174,7 +175,7 @@ class OscarAttnBackend(AttentionBackend):
                 self.token_to_kv_pool.reads.begin(int(request[b]), prefix_lens[b])
         begins = [b for b in first_chunks if prefix_lens[b] > 0]
         if begins:
-            index = torch.tensor(begins, device=request.device)
+            index = on_device(begins, request.device)
             pool = self.token_to_kv_pool
             pool.copy_rows(*pool.windows.adopt(self.req_to_token, request[index], [prefix_lens[b] for b in begins]))
 

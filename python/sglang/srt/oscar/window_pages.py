@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
-from sglang.srt.oscar.windows import Windows
+from sglang.srt.oscar.windows import Windows, on_device
 from torch import Tensor
 
 from oscar.format.windows import pages_of
@@ -119,7 +119,7 @@ class WindowPages:
         self._num_held += len(owners)
         for (_, kept), page in zip(wanted, (slots[:: self.page_size] // self.page_size).split(1), strict=True):
             kept.append(page)
-        where = torch.tensor([owners, pages], pin_memory=slots.is_cuda).to(slots.device, non_blocking=True)
+        where = on_device([owners, pages], slots.device)
         self.windows.give(where[0], where[1], slots)
 
     def begins(self, row: int) -> bool:
@@ -253,11 +253,10 @@ class OscarAllocator(PagedTokenToKVPoolAllocator):
 
     def max_new_tokens_for_memory(self, input_tokens, max_new_tokens, *, token_capacity, **kwargs):
         """As SGLang's, with the windows of the whole request taken from the capacity; None: the prompt cannot fit."""
-        full = self.windows.table.num_pages * self.page_size
         prompt = self.window_pages.missing(None, input_tokens + 1)
         if pages_of(input_tokens + 1, self.page_size) * self.page_size + prompt + self.page_size > token_capacity:
             return None
-        windows = min(full, self.window_pages.missing(None, input_tokens + max_new_tokens))
+        windows = self.window_pages.missing(None, input_tokens + max_new_tokens)
         return super().max_new_tokens_for_memory(
             input_tokens, max_new_tokens, token_capacity=token_capacity - windows, **kwargs
         )

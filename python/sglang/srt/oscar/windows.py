@@ -28,6 +28,11 @@ from oscar.format.sizing import SLOTS_PER_ROW
 from oscar.format.windows import WindowTable, window_entries
 
 
+def on_device(numbers: list, device: torch.device) -> Tensor:
+    """Numbers of the host as an int64 tensor, copied so that the host does not wait for a GPU."""
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 class WindowCounters:
     """Running totals since start, for metrics: sink tokens of reused prefixes. Reading one waits for the device."""
 
@@ -139,7 +144,7 @@ class Windows:
             (source, target): [n * (sink_tokens + recent_tokens)] int64, rows of the windows; both `no_row` for nothing.
         """
         sinks, recent = self.table.sink_tokens, self.table.recent_tokens
-        lens = torch.tensor(prefix_lens, device=req_to_token.device)
+        lens = on_device(prefix_lens, req_to_token.device)
         position, wanted = window_entries(lens, sinks, recent)
         rows = self.table.rows(request.unsqueeze(1), position)
         slots = req_to_token[request].gather(1, position.clamp(0, req_to_token.shape[1] - 1)).long()
